@@ -1,0 +1,49 @@
+# Needs Python 3.11+, pip and make; everything else goes into .venv.
+
+PYTHON ?= python3
+SEEDS ?= 1000
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help venv quickstart test lint format bench soak clean
+
+help: ## show the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-11s %s\n", $$1, $$2}'
+
+# The stamp is renewed only by a complete install, so an interrupted one is repeated.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: dora-rl needs Python 3.11 or newer. Use make PYTHON=python3.11")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+venv: $(STAMP) ## create .venv and install the project with its development tools
+
+quickstart: $(STAMP) ## simulate the default scenario: every paradigm side by side
+	$(BIN)/dora-rl simulate default
+
+test: $(STAMP) ## run the tests; the branch coverage of core must reach 95 %
+	$(BIN)/python -m pytest -n 2 --cov --cov-report=term --cov-fail-under=95
+
+lint: $(STAMP) ## ruff, mypy --strict, import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP) ## rewrite the sources as lint wants them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP) ## measure the orchestrator
+	$(BIN)/dora-rl bench orchestrator
+
+soak: $(STAMP) ## run the fault storm: make soak SEEDS=10000
+	$(BIN)/python -m tests.soak --seeds $(SEEDS)
+
+clean: ## remove .venv and every cache
+	rm -rf $(VENV) build dist htmlcov .coverage .coverage.* .hypothesis \
+		.mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,115 @@
+"""Configuration as text: TOML files, `--set` overrides, and the saved result."""
+
+import copy
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import TypeAdapter
+
+from dora_rl.config.text import file_name, one_line, show
+from dora_rl.core.errors import UserError
+
+_KEY = re.compile(r"[A-Za-z0-9_-]+")
+_SET_FORM = "Write --set section.key=value, such as --set orchestration.max_staleness=2."
+
+
+def load_toml(path: str | Path) -> dict[str, Any]:
+    """Read a TOML file."""
+    name = file_name(path)
+    try:
+        raw = Path(path).read_bytes()
+    except FileNotFoundError:
+        raise UserError(f"no such file: {name}. Check the path.") from None
+    except IsADirectoryError:
+        raise UserError(f"not a file but a directory: {name}. Name a TOML file.") from None
+    except PermissionError:
+        raise UserError(f"no permission to read: {name}. Change its mode or owner.") from None
+    except (OSError, ValueError) as error:  # ValueError: a path with a null byte
+        reason = one_line(getattr(error, "strerror", None) or error)
+        raise UserError(f"cannot read {name}: {reason}. Check the path.") from None
+    try:
+        return tomllib.loads(raw.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"not UTF-8 text: {name} (byte {error.start}). Save it as UTF-8 TOML."
+        ) from None
+    except RecursionError:
+        raise UserError(f"nested too deeply: {name}. Flatten its tables and arrays.") from None
+    except ValueError as error:  # TOMLDecodeError, or an integer of thousands of digits
+        reason = one_line(error).rstrip(".")
+        raise UserError(
+            f"not valid TOML: {name}: {reason}. Fix that line, or name a TOML file."
+        ) from None
+
+
+def apply_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return a copy of `data` with each `a.b=value` applied in order.
+
+    A value is read as a TOML literal, or as a plain string where it is none.
+    """
+    result = copy.deepcopy(dict(data))
+    for override in overrides:
+        path, value = _parse_override(override)
+        _set(result, path, value, override)
+    return result
+
+
+def _parse_override(override: str) -> tuple[list[str], Any]:
+    key, equals, text = override.partition("=")
+    path = [part.strip() for part in key.split(".")]
+    text = text.strip()
+    if not equals:
+        raise UserError(f"--set needs a key and a value: {show(override)}. {_SET_FORM}")
+    if not all(_KEY.fullmatch(part) for part in path):
+        raise UserError(f"--set has a malformed key: {show(override)}. {_SET_FORM}")
+    if not text:
+        raise UserError(
+            f"--set has no value: {show(override)}. "
+            f"Write --set {key.strip()}='\"\"' for an empty string."
+        )
+    if not text.isprintable():
+        raise UserError(f"--set has an unprintable value: {show(override)}. {_SET_FORM}")
+    try:
+        # Only one line gets here, so the literal cannot smuggle in a second key.
+        return path, tomllib.loads(f"value = {text}")["value"]
+    except (ValueError, RecursionError):
+        return path, text
+
+
+def _set(data: dict[str, Any], path: list[str], value: Any, override: str) -> None:
+    node: Any = data
+    for depth, part in enumerate(path):
+        last = depth == len(path) - 1
+        if isinstance(node, dict):
+            key: str | int = part
+            if not last:
+                node.setdefault(part, {})
+        elif isinstance(node, list) and part.isdecimal() and int(part) < len(node):
+            key = int(part)
+        elif isinstance(node, list):
+            raise UserError(
+                f"--set {'.'.join(path[:depth])} has {len(node)} entries, counted from 0: "
+                f"{show(override)}. Use an index below {len(node)}, or set the whole list."
+            )
+        else:
+            raise UserError(
+                f"--set {'.'.join(path[:depth])} is a value, not a section: {show(override)}. "
+                f"Use --set {'.'.join(path[:depth])}=value."
+            )
+        if last:
+            node[key] = value
+        else:
+            node = node[key]
+
+
+def dump_toml(model: Any) -> str:
+    """Write a model as TOML that `validate` reads back.
+
+    TOML has no null: a key that is None is left out, so None must be its default.
+    """
+    plain = TypeAdapter(type(model)).dump_python(model, mode="json", exclude_none=True)
+    return tomli_w.dumps(plain)

@@ -1,0 +1,40 @@
+"""Plain data into models, strictly."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from dora_rl.config.messages import summary
+from dora_rl.config.text import file_name
+from dora_rl.config.unknown import refuse_unknown_keys
+from dora_rl.core.errors import UserError
+
+T = TypeVar("T")
+
+
+class ConfigModel(BaseModel):
+    """Base of configuration sections: immutable, without unknown keys, NaN or infinity."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def validate(model: type[T], data: Mapping[str, Any], source: str | Path) -> T:
+    """Build `model` (a pydantic model or a dataclass, nested at will) from plain data.
+
+    `source` names where a missing key has to be added. Types are strict: no number from a
+    string, no integer from a bool. A message that a model's own check raises should be
+    complete, start with the key, and not know its section: the section is added here.
+    """
+    refuse_unknown_keys(model, model, data, ())
+    try:
+        # JSON mode, because strict there still means: enums and literals from strings, tuples
+        # from arrays, dataclasses from tables. In Python mode strict refuses all of these.
+        text = json.dumps(data, default=lambda moment: moment.isoformat())
+        return TypeAdapter(model).validate_json(text, strict=True)
+    except ValidationError as error:
+        raise UserError(summary(error, model, data, source)) from None
+    except RecursionError:
+        raise UserError(f"nested too deeply: {file_name(source)}. Flatten its tables.") from None

@@ -1,0 +1,137 @@
+"""The audit's own picture of the trainer: which batch is out, and what has been trained.
+
+It must not look into the orchestrator; what a group is comes from the audit's ledger.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from dora_rl.core import commands as c
+from dora_rl.core import events as e
+from dora_rl.core.audit.records import End, Group, GroupStage, Member
+from dora_rl.core.audit.report import Breaches, Promise
+from dora_rl.core.audit.work import Work
+from dora_rl.core.paradigms import PARADIGMS
+from dora_rl.core.settings import Settings
+from dora_rl.core.types import BatchGroup
+
+
+def _in_batch(group: Group) -> Iterator[Member]:
+    """The members that go into the batch."""
+    size = len(group.members)
+    for trajectory in group.true_members:
+        member = group.members[trajectory % size]
+        if member is not None:
+            yield member
+
+
+class Batches:
+    def __init__(self, settings: Settings, work: Work, breaches: Breaches) -> None:
+        paradigm = PARADIGMS[settings.paradigm]
+        self.max_staleness = paradigm.max_staleness(settings)
+        self._pins_version = paradigm.pins_version
+        self._bounded = paradigm.bounded
+        self._work = work
+        self._breaches = breaches
+        self._batch: c.Train | None = None  # sent and not answered
+        self.steps = 0  # taken; also the number of the next one
+        self.staleness: Counter[int] = Counter()  # of trained trajectories
+        self.trained_lengths: Counter[int] = Counter()
+
+    def train(self, command: c.Train) -> None:
+        sent = self._batch
+        if sent is not None and sent.step == command.step:
+            if sent.groups != command.groups:
+                self._once(f"Train of step {command.step} was sent again with other groups")
+            return
+        if command.step != self.steps:
+            self._once(f"Train of step {command.step} after {self.steps} steps")
+        self._batch = command
+        for entry in command.groups:
+            group = self._accept(command.step, entry)
+            if group is not None:
+                group.stage = GroupStage.TRAINING
+                self._check_staleness(command.step, group)
+        if self._bounded:
+            self._check_overtaken(command.step)
+
+    def _accept(self, step: int, entry: BatchGroup) -> Group | None:
+        """The group, if it is there to be trained."""
+        group = self._work.groups.get(entry.group)
+        what = f"Train of step {step}: group {entry.group}"
+        if group is None:
+            end = self._work.ends[entry.group]
+            if end is End.TRAINED:
+                self._once(f"{what} has been trained already")
+            elif end is End.NONE:
+                self._breaches.add(Promise.FENCING, f"{what} was never started")
+            else:
+                self._breaches.add(Promise.NOTHING_LOST, f"{what} is {end.name.lower()} already")
+            return None
+        if group.stage is GroupStage.TRAINING:
+            self._once(f"{what} is in the batch twice")
+            return None
+        if group.stage is not GroupStage.READY:
+            self._breaches.add(Promise.FENCING, f"{what} was not judged")
+        if self._pins_version and entry.version != group.version:
+            self._breaches.add(
+                Promise.ONE_VERSION,
+                f"{what} is stamped {entry.version}, but was started on {group.version}",
+            )
+        if entry.trajectories != group.true_members:
+            missing = set(group.true_members) - set(entry.trajectories)
+            promise = Promise.NOTHING_LOST if missing else Promise.FENCING
+            self._breaches.add(promise, f"{what} holds other members than were judged")
+            group.true_members = entry.trajectories
+        return group
+
+    def _check_staleness(self, step: int, group: Group) -> None:
+        oldest = min((member.oldest for member in _in_batch(group)), default=group.version)
+        oldest = min(oldest, group.version)
+        if not 0 <= step - oldest <= self.max_staleness:
+            self._breaches.add(
+                Promise.STALENESS,
+                f"Train of step {step}: group {group.id} is of version {oldest}, "
+                f"K = {self.max_staleness}",
+            )
+
+    def _check_overtaken(self, step: int) -> None:
+        """No group whose deadline has come may be left behind: it would age, or is lost."""
+        due = [v for v in self._work.by_version if v + self.max_staleness <= step]
+        for version in due:
+            for group in self._work.settle(version):
+                if group.stage is not GroupStage.TRAINING:
+                    self._breaches.add(
+                        Promise.STALENESS,
+                        f"Train of step {step} overtakes group {group.id} of version {version}",
+                    )
+
+    def trained(self, event: e.BatchTrained) -> None:
+        batch = self._batch
+        if batch is None or batch.step != event.step:
+            return
+        self._batch = None
+        self.steps = batch.step + 1
+        work = self._work
+        for entry in batch.groups:
+            group = work.groups.get(entry.group)
+            if group is None or group.stage is not GroupStage.TRAINING:
+                continue
+            for member in _in_batch(group):
+                self.staleness[batch.step - member.oldest] += 1
+                self.trained_lengths[member.tokens] += 1
+                work.mixed_trained += member.mixed
+            work.close(group, End.TRAINED)
+
+    def failed(self, event: e.BatchFailed) -> None:
+        batch = self._batch
+        if batch is None or batch.step != event.step:
+            return
+        self._batch = None
+        for entry in batch.groups:
+            group = self._work.groups.get(entry.group)
+            if group is not None and group.stage is GroupStage.TRAINING:
+                group.stage = GroupStage.READY
+
+    def _once(self, what: str) -> None:
+        self._breaches.add(Promise.TRAINED_ONCE, what)

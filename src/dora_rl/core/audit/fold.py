@@ -1,0 +1,206 @@
+"""The fold itself: hands each event and command to the books that it concerns.
+
+What concerns more than one of the books stands here. It must not look into the orchestrator.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dora_rl.core import commands as c
+from dora_rl.core import events as e
+from dora_rl.core.audit.batches import Batches
+from dora_rl.core.audit.fleet import Fleet, Host
+from dora_rl.core.audit.moves import Moves
+from dora_rl.core.audit.report import AuditReport, Breaches, Check, LengthBias, Promise, Spread
+from dora_rl.core.audit.work import Work
+from dora_rl.core.paradigms import PARADIGMS
+from dora_rl.core.settings import Settings
+
+
+class Audit:
+    """Feed it every handled event with its commands, in order; ask for a report at any time."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._paradigm = PARADIGMS[settings.paradigm]
+        self._refused = 0
+        self._halted: str | None = None
+        self._breaches = Breaches()
+        self._fleet = fleet = Fleet(self._breaches)
+        self._work = work = Work(settings, fleet, self._breaches)
+        self._moves = moves = Moves(fleet, work, self._breaches)
+        self._batches = batches = Batches(settings, work, self._breaches)
+        self._on_event: dict[type, Callable[[Any], object]] = {
+            e.InstanceJoined: self._joined,
+            e.InstanceFailed: self._gone,
+            e.VersionInstalled: fleet.installed,
+            e.InstallFailed: fleet.install_failed,
+            e.VersionEvicted: fleet.evicted,
+            e.TrajectoryFinished: work.finish,
+            e.TrajectoryFailed: work.failed_event,
+            e.TrajectoryPaused: work.turned,
+            e.TrajectoryResumed: work.turned,
+            e.TrajectoriesParked: work.parked,
+            e.TrajectoryScored: work.scored,
+            e.GroupJudged: work.judged,
+            e.MigrationFailed: moves.failed,
+            e.BatchTrained: batches.trained,
+            e.BatchFailed: batches.failed,
+            e.WeightsPublished: fleet.published,
+            e.VersionPinned: fleet.pinned,
+            e.VersionUnpinned: fleet.unpinned,
+        }
+        self._on_command: dict[type, Callable[[Any], object]] = {
+            c.Start: work.start,
+            c.Cancel: work.cancel,
+            c.Install: self._install,
+            c.Evict: self._evict,
+            c.Reserve: moves.reserve,
+            c.Transfer: moves.transfer,
+            c.Release: moves.release,
+            c.AbortMigration: moves.abort,
+            c.Unpark: work.unpark,
+            c.Score: work.score,
+            c.Judge: work.judge,
+            c.Train: batches.train,
+            c.Publish: self._publish,
+            c.Delete: self._delete,
+            c.Expel: self._gone,
+            c.Dismiss: self._dismiss,
+            c.Halt: self._halt,
+        }
+
+    def observe(self, now: float, event: e.Event, commands: Sequence[c.Command]) -> None:
+        """One handled event, and the commands that answered it."""
+        self._breaches.event += 1
+        self._breaches.now = now
+        if self._halted is not None:
+            return  # the core has ended; nothing that comes changes what it did
+        handler = self._on_event.get(type(event))
+        if handler is not None:
+            handler(event)
+        elif type(event) is e.MigrationCompleted:
+            self._moves.completed(event, commands)
+        for command in commands:
+            handler = self._on_command.get(type(command))
+            if handler is not None:
+                handler(command)
+
+    def observe_refused(self, now: float, event: e.Event) -> None:
+        """An event that the core refused: it changed nothing, here neither."""
+        self._breaches.event += 1
+        self._refused += 1
+
+    def report(self) -> AuditReport:
+        """The verdict so far."""
+        work = self._work
+        size = self._settings.group_size
+        silent = size * sum(map(work.may_be_over, work.groups.values()))  # failed without a word
+        promised = {
+            Promise.ONE_VERSION: self._paradigm.pins_version,
+            Promise.STALENESS: self._paradigm.bounded,
+        }
+        return AuditReport(
+            paradigm=str(self._settings.paradigm),
+            max_staleness=self._batches.max_staleness,
+            events=self._breaches.event,
+            refused=self._refused,
+            steps=self._batches.steps,
+            halted=self._halted,
+            issued=work.issued,
+            trained=work.trained,
+            filtered=work.filtered,
+            failed=work.failed + silent,
+            outstanding=len(work.groups) * size - silent,
+            lost=work.lost,
+            finished=work.finished,
+            mixed=work.mixed,
+            mixed_trained=work.mixed_trained,
+            staleness=Spread.of(self._batches.staleness),
+            lengths=LengthBias.of(work.finished_lengths, self._batches.trained_lengths),
+            checks=tuple(
+                Check(
+                    promise,
+                    promised.get(promise, True),
+                    self._breaches.counts[promise],
+                    tuple(self._breaches.examples.get(promise, ())),
+                )
+                for promise in Promise
+            ),
+        )
+
+    # What concerns more than one of the books
+
+    def _joined(self, event: e.InstanceJoined) -> None:
+        superseded = self._fleet.joined(event)
+        if superseded is not None:
+            self._lose(superseded)
+
+    def _gone(self, message: e.InstanceFailed | c.Expel) -> None:
+        host = self._fleet.known(message.instance, message.incarnation)
+        if host is not None:
+            self._fleet.end(host)
+            self._lose(host)
+
+    def _lose(self, host: Host) -> None:
+        self._moves.lose(host)
+        self._work.lose(host)
+
+    def _dismiss(self, command: c.Dismiss) -> None:
+        host = self._fleet.known(command.instance, command.incarnation)
+        if host is None:
+            return
+        if host.work:
+            self._breaches.add(
+                Promise.PLACEMENT,
+                f"Dismiss of instance {host.instance}, which holds {len(host.work)} trajectories",
+            )
+        self._fleet.end(host)
+        self._lose(host)
+
+    def _install(self, command: c.Install) -> None:
+        host = self._fleet.install(command)
+        if host is not None and command.evict is not None and not command.carry:
+            self._check_idle(host, command.evict)
+
+    def _evict(self, command: c.Evict) -> None:
+        host = self._fleet.evict(command)
+        if host is not None:
+            self._check_idle(host, command.version)
+
+    def _check_idle(self, host: Host, version: int) -> None:
+        if not self._paradigm.pins_version:
+            return
+        needing = self._work.running_on(host, version)
+        if needing is None:
+            needing = self._moves.arriving(host, version)
+        if needing is not None:
+            self._breaches.add(
+                Promise.LEASES,
+                f"eviction of version {version} from instance {host.instance}, "
+                f"where trajectory {needing} needs it",
+            )
+
+    def _publish(self, command: c.Publish) -> None:
+        self._fleet.publish(command, self._batches.steps)
+
+    def _delete(self, command: c.Delete) -> None:
+        version = command.version
+        if self._paradigm.pins_version:
+            for group in self._work.settle(version):
+                self._breaches.add(
+                    Promise.LEASES,
+                    f"Delete of version {version} while group {group.id} is outstanding on it",
+                )
+        self._fleet.delete(version)
+
+    def _halt(self, command: c.Halt) -> None:
+        self._halted = ("done: " if command.ok else "failed: ") + command.reason
+        if not command.ok:
+            return
+        for version in list(self._work.by_version):
+            for group in self._work.settle(version):
+                self._breaches.add(
+                    Promise.NOTHING_LOST,
+                    f"the run is done, but group {group.id} of version {version} is outstanding",
+                )

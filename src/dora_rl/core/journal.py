@@ -1,0 +1,281 @@
+"""The journal of a run as lines of text: what was reported, when, and what the core answered.
+
+    {"format":"dora-rl journal","version":1,"settings":{...},"promises":{...},"meta":{...}}
+    [now,event,[command,...]]
+    [now,event,null,"why the event was refused"]
+    {"end":"why the run ended","records":2,"sha256":"..."}
+
+Invariants: the same run gives the same bytes; the closing line counts the records and holds a
+digest of all that stands before it, so that a journal that was cut or altered anywhere is
+refused. It makes and reads lines: the file belongs to whoever runs.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dora_rl.core.codec import (
+    decode,
+    decode_command,
+    decode_event,
+    dumps,
+    encode,
+    encode_command,
+    encode_event,
+)
+from dora_rl.core.commands import Command
+from dora_rl.core.errors import JournalError
+from dora_rl.core.events import Event
+from dora_rl.core.paradigms import PARADIGMS
+from dora_rl.core.settings import Settings
+
+FORMAT = "dora-rl journal"
+VERSION = 1
+_CUT = "The run that wrote it did not end, or the file was cut: copy it again, or run again."
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The first line: what a replay needs, and whatever the writer wants to remember."""
+
+    settings: Settings
+    meta: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One event that the core handled, or refused; `text` is its line, numbered from 1."""
+
+    line: int
+    text: str
+    now: float
+    event: Event
+    commands: tuple[Command, ...]
+    refused: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """The last line; whoever has seen it has seen an unaltered journal."""
+
+    reason: str
+    records: int
+
+
+def handled_line(now: float, event: Event, commands: Sequence[Command]) -> str:
+    """The line of an event that was handled, without its end."""
+    return _dumps([now, encode_event(event), [encode_command(command) for command in commands]])
+
+
+def refused_line(now: float, event: Event, reason: str) -> str:
+    return _dumps([now, encode_event(event), None, reason])
+
+
+class JournalWriter:
+    """Writes a journal line by line, as the run goes, through `write`."""
+
+    def __init__(
+        self,
+        write: Callable[[str], object],
+        settings: Settings,
+        meta: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._write = write
+        self._digest = hashlib.sha256()
+        self._records = 0
+        self._closed = False
+        self._put(
+            _dumps(
+                {
+                    "format": FORMAT,
+                    "version": VERSION,
+                    "settings": encode(settings),
+                    "promises": _promises(settings),
+                    "meta": dict(meta or {}),
+                }
+            )
+        )
+
+    def handled(self, now: float, event: Event, commands: Sequence[Command]) -> None:
+        """Record an event and the commands that answered it."""
+        self._put(handled_line(now, event, commands))
+        self._records += 1
+
+    def refused(self, now: float, event: Event, reason: str) -> None:
+        """Record an event that was refused, and so changed nothing."""
+        self._put(refused_line(now, event, reason))
+        self._records += 1
+
+    def close(self, reason: str) -> None:
+        """Write the closing line. Without it the journal is refused by every reader."""
+        line = _closing_line(self._digest.copy(), reason, self._records)
+        self._put(line)
+        self._closed = True
+
+    def _put(self, line: str) -> None:
+        if self._closed:
+            raise JournalError("the journal is closed: nothing can follow its closing line")
+        line += "\n"
+        self._digest.update(line.encode("ascii"))
+        self._write(line)
+
+
+def _dumps(data: Any) -> str:
+    try:
+        return dumps(data)
+    except ValueError as error:
+        raise JournalError(f"cannot be written to a journal: {error}: `{data}`") from None
+
+
+def _promises(settings: Settings) -> dict[str, Any]:
+    paradigm = PARADIGMS[settings.paradigm]
+    return {
+        "one_version": paradigm.pins_version,
+        "bounded": paradigm.bounded,
+        "max_staleness": paradigm.max_staleness(settings),
+    }
+
+
+def _closing_line(digest: "hashlib._Hash", reason: str, records: int) -> str:
+    """`digest` has taken in all lines before; the reason and the count go in as well."""
+    body = {"end": reason, "records": records}
+    digest.update(_dumps(body).encode("ascii"))
+    return _dumps({**body, "sha256": digest.hexdigest()})
+
+
+# --- reading ------------------------------------------------------------------------------
+
+
+def read_journal(lines: Iterable[str]) -> Iterator[Header | Record | Closing]:
+    """The header, each record, the closing; JournalError as soon as something is wrong.
+
+    Alterations that keep a line readable show only at the closing line, so what was read is
+    proven only then; `verify_journal` proves it beforehand where lines can be read twice.
+    Lines come with their ends, from a file opened with `encoding="latin-1", newline="\\n"`.
+    """
+    for number, line, data in _checked(lines, parse=True):
+        if number == 1:
+            yield _read_header(data)
+        elif type(data) is list:
+            yield _read_record(number, line[:-1], data)
+        else:
+            yield Closing(data["end"], data["records"])
+
+
+def verify_journal(lines: Iterable[str]) -> Closing:
+    """Check that a journal is whole and unaltered, without reading its records."""
+    closing = None
+    for number, _, data in _checked(lines, parse=False):
+        if number == 1:
+            _read_header(data)
+        elif type(data) is dict:
+            closing = Closing(data["end"], data["records"])
+    assert closing is not None, "_checked ends with the closing line, or raises"
+    return closing
+
+
+def _checked(lines: Iterable[str], parse: bool) -> Iterator[tuple[int, str, Any]]:
+    """Number, text and data of each line (records only if `parse`), with digest and count."""
+    digest = hashlib.sha256()
+    number = 0
+    closed = False
+    for line in lines:
+        number += 1
+        if closed:
+            raise JournalError(f"journal line {number}: something follows the closing line")
+        if not line.endswith("\n"):
+            raise JournalError(f"journal line {number}: cut in the middle. {_CUT}")
+        if not line.isascii():
+            raise JournalError(f"journal line {number}: not ASCII. The file was altered.")
+        data = None
+        if parse or line[0] != "[":
+            try:
+                data = json.loads(line)
+            except (ValueError, RecursionError):
+                raise _strange(number, "not JSON") from None
+        if number == 1:
+            _check_format(data)
+        elif type(data) is dict:
+            _check_closing(number, line, data, digest)
+            closed = True
+        elif parse and type(data) is not list:
+            raise _strange(number, "neither a record nor the closing line")
+        digest.update(line.encode("ascii"))
+        yield number, line, data
+    if number == 0:
+        raise JournalError("journal line 1: the journal is empty. Give a journal that a run wrote.")
+    if not closed:
+        raise JournalError(f"journal line {number}: the closing line is missing. {_CUT}")
+
+
+def _check_format(data: Any) -> None:
+    if type(data) is not dict or data.get("format") != FORMAT:
+        raise JournalError(
+            f"journal line 1: not a dora-rl journal. "
+            f'Its first line must hold `"format":"{FORMAT}"`.'
+        )
+    version = data.get("version")
+    if type(version) is int and version > VERSION:
+        raise JournalError(
+            f"journal line 1: written in format {version}, this dora-rl reads up to {VERSION}. "
+            "Use the dora-rl that wrote it, or a newer one."
+        )
+    if type(version) is not int or version < 1:
+        raise _strange(1, f"unknown format version `{version}`")
+
+
+def _check_closing(number: int, line: str, data: dict[str, Any], digest: "hashlib._Hash") -> None:
+    reason, records = data.get("end"), data.get("records")
+    if type(reason) is not str or type(records) is not int:
+        raise _strange(number, "neither a record nor the closing line")
+    if records != number - 2:
+        raise JournalError(
+            f"journal line {number}: {records} records were written, {number - 2} are here. {_CUT}"
+        )
+    if line != _closing_line(digest.copy(), reason, records) + "\n":
+        raise JournalError(
+            f"journal line {number}: the digest does not match lines 1 to {number}. "
+            "The file was altered: take the original."
+        )
+
+
+def _strange(number: int, problem: str) -> JournalError:
+    return JournalError(
+        f"journal line {number}: {problem}. The file was altered, or is no journal: "
+        "take the original."
+    )
+
+
+def _read_header(data: dict[str, Any]) -> Header:
+    expected = {"format", "version", "settings", "promises", "meta"}
+    if data.keys() != expected or type(data["meta"]) is not dict:
+        raise _strange(1, f"a header has {', '.join(sorted(expected))}")
+    try:
+        settings = decode(Settings, data["settings"])
+    except JournalError as error:
+        raise JournalError(
+            f"journal line 1: {error}. Use the dora-rl that wrote it, if it is another one."
+        ) from None
+    if data["promises"] != _promises(settings):
+        raise JournalError(
+            f"journal line 1: `{settings.paradigm}` promised {dumps(data['promises'])} when this "
+            "was written, and does not now. Use the dora-rl that wrote it."
+        )
+    return Header(settings, data["meta"])
+
+
+def _read_record(number: int, text: str, data: list[Any]) -> Record:
+    size = len(data)
+    now = data[0] if data else None
+    if type(now) is float or type(now) is int:
+        try:
+            if size == 3 and type(data[2]) is list:
+                answer = tuple([decode_command(command) for command in data[2]])
+                return Record(number, text, now, decode_event(data[1]), answer, None)
+            if size == 4 and data[2] is None and type(data[3]) is str:
+                return Record(number, text, now, decode_event(data[1]), (), data[3])
+        except JournalError as error:
+            raise JournalError(f"journal line {number}: {error}") from None
+    raise _strange(number, "a record is [time, event, commands] or [time, event, null, reason]")

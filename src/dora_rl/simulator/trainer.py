@@ -1,0 +1,168 @@
+"""The trainer and the store of weights: train steps, publications, deletions.
+
+Invariants, checked: steps are taken in order, once each; a group is trained at most once, on
+whole and scored trajectories; a version is published after the step that makes it, all or
+nothing; a version that a live instance holds is not deleted. A colocated trainer takes the
+devices of all instances from the switch before a step to the switch after it.
+"""
+
+from collections.abc import Callable, Iterable
+
+from dora_rl.core.commands import Delete, Publish, Train
+from dora_rl.core.events import (
+    BatchFailed,
+    BatchTrained,
+    Event,
+    PublicationFailed,
+    WeightsPublished,
+)
+from dora_rl.simulator.engine import Surroundings
+from dora_rl.simulator.errors import WorldError
+from dora_rl.simulator.faults import Faults
+from dora_rl.simulator.instance import Instance
+from dora_rl.simulator.params import WorldParams
+from dora_rl.simulator.runs import SCORED, Job
+from dora_rl.simulator.usage import Span
+
+
+def digest_of(version: int) -> str:
+    """The digest of a version's true weights."""
+    return f"v{version}"
+
+
+class Store:
+    """The versions whose weights can be read."""
+
+    def __init__(self) -> None:
+        self.versions = {0}
+        self.deleted: set[int] = set()
+
+    def delete(self, command: Delete, instances: Iterable[Instance]) -> None:
+        """Free a version. The core must know that no instance holds it."""
+        for instance in instances:
+            if instance.holds(command.version) and instance.expelled < instance.incarnation:
+                raise WorldError(f"{command}, but instance {instance.id} holds it")
+        self.versions.discard(command.version)
+        self.deleted.add(command.version)
+
+
+class Trainer:
+    """Performs `Train` and `Publish`, one at a time each."""
+
+    def __init__(
+        self,
+        around: Surroundings,
+        params: WorldParams,
+        group_size: int,
+        jobs: dict[int, Job],
+        store: Store,
+        faults: Faults,
+        report: Callable[[Event], None],
+        take_devices: Callable[[bool], None],
+    ) -> None:
+        self._around = around
+        self._clock = around.clock
+        self._params = params
+        self._take_devices = take_devices
+        self._group_size = group_size
+        self._jobs = jobs
+        self._store = store
+        self._faults = faults
+        self._report = report
+        self._trained_groups: set[int] = set()
+        self._busy: Train | None = None
+        self._publishing: int | None = None
+        self.steps = 0  # taken so far; the weights in the trainer are this version
+
+    def train(self, command: Train) -> None:
+        if command.step < self.steps:
+            self._report(BatchTrained(command.step))
+            return
+        if self._busy is not None:
+            if self._busy.step != command.step:
+                raise WorldError(
+                    f"train step {command.step} is asked for during step {self._busy.step}"
+                )
+            return
+        if command.step > self.steps:
+            raise WorldError(f"train step {command.step} is asked for at step {self.steps}")
+        tokens, pairs = self._weigh(command)
+        costs, params = self._around.costs, self._params
+        devices = params.train_devices or params.devices
+        duration_s = costs.train_time(tokens, devices, params.updates_per_step, pairs)
+        if params.colocated:
+            duration_s += costs.switch_time()
+            self._take_devices(True)
+        self._busy = command
+        self._clock.after(duration_s, self._trained, (command, self._clock.now, tokens))
+
+    def _weigh(self, command: Train) -> tuple[int, float]:
+        """Tokens of a batch, and pairs of tokens that attend to each other."""
+        tokens, pairs = 0, 0.0
+        for group in command.groups:
+            if group.group in self._trained_groups:
+                raise WorldError(f"group {group.group} is trained twice, again in {command.step}")
+            for name in group.trajectories:
+                job = self._jobs.get(name)
+                if job is None or not job.whole or job.scoring != SCORED:
+                    raise WorldError(f"trajectory {name} is trained, but it is not whole or scored")
+                total = job.total
+                tokens += total
+                pairs += 0.5 * total * (total + 1)
+        return tokens, pairs
+
+    def _trained(self, argument: tuple[Train, float, int]) -> None:
+        command, start, tokens = argument
+        step, now = command.step, self._clock.now
+        self._busy = None
+        if self._params.colocated:
+            self._clock.after(self._around.costs.switch_time(), self._take_devices, False)
+        failure = self._faults.params.failed_train
+        if self._faults.strikes(now, "failed_train", failure, f"step {step}"):
+            self._report(BatchFailed(step, "trainer_failed"))
+            return
+        self.steps = step + 1
+        for group in command.groups:
+            self._trained_groups.add(group.group)
+            first = group.group * self._group_size
+            for name in range(first, first + self._group_size):
+                self._jobs.pop(name, None)
+        self._around.facts.trained_tokens += tokens
+        self._span("train", start, step, self._around.facts.train_spans)
+        self._report(BatchTrained(step))
+
+    def publish(self, command: Publish) -> None:
+        version = command.version
+        if version in self._store.versions:
+            self._report(WeightsPublished(version, digest_of(version)))
+            return
+        if version == self._publishing or version in self._store.deleted:
+            return
+        if version != self.steps or self._publishing is not None or self._busy is not None:
+            raise WorldError(
+                f"version {version} is published at step {self.steps}"
+                f"{' while another one is' if self._publishing is not None else ''}"
+                f"{' during training' if self._busy is not None else ''}"
+            )
+        self._publishing = version
+        duration_s = self._around.costs.publish_time(
+            self._params.train_devices or self._params.devices
+        )
+        self._clock.after(duration_s, self._published, (version, self._clock.now))
+
+    def _published(self, argument: tuple[int, float]) -> None:
+        version, start = argument
+        self._publishing = None
+        now, failure = self._clock.now, self._faults.params.failed_publication
+        if self._faults.strikes(now, "failed_publication", failure, f"version {version}"):
+            self._report(PublicationFailed(version, "store_failed"))
+            return
+        self._store.versions.add(version)
+        self._span("publish", start, version, self._around.facts.publish_spans)
+        self._report(WeightsPublished(version, digest_of(version)))
+
+    def _span(self, kind: str, start: float, version: int, spans: list[Span]) -> None:
+        span = Span(kind, None, start, self._clock.now, version)
+        spans.append(span)
+        if self._around.recorder is not None:
+            self._around.recorder.span(span)

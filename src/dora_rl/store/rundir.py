@@ -1,0 +1,107 @@
+"""A run directory: where its files are, how they are written and found again.
+
+    config.toml      the resolved configuration
+    metrics.json     what was measured
+    journal.jsonl    every event and the commands that answered it
+    PARADIGM/        the same again for each paradigm, where a simulation ran several
+
+Nothing is ever overwritten. It knows files, not what stands in them.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dora_rl.core.errors import UserError
+
+CONFIG = "config.toml"
+JOURNAL = "journal.jsonl"
+METRICS = "metrics.json"
+_BUFFER = 1 << 20  # a big run writes millions of short lines
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """A directory that this run owns: made by `create`, new or empty before."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, path: str | Path) -> "RunDirectory":
+        path = Path(path)
+        check_free(path)
+        path.mkdir(parents=True, exist_ok=True)
+        return cls(path)
+
+    def section(self, name: str) -> "RunDirectory":
+        """A directory inside, for one paradigm."""
+        return RunDirectory.create(self.path / name)
+
+    def write_config(self, text: str) -> None:
+        self._write(CONFIG, text)
+
+    def write_metrics(self, metrics: Mapping[str, Any]) -> None:
+        self._write(METRICS, json.dumps(metrics, indent=2, allow_nan=False) + "\n")
+
+    def _write(self, name: str, text: str) -> None:
+        """All or nothing: a reader never sees half a file."""
+        partial = self.path / f".{name}.partial"
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, self.path / name)
+
+    @contextmanager
+    def journal(self) -> Iterator[Callable[[str], object]]:
+        """A function that appends text to the journal, buffered, never held as a whole."""
+        with open(
+            self.path / JOURNAL, "x", encoding="ascii", newline="\n", buffering=_BUFFER
+        ) as file:
+            yield file.write
+
+
+@dataclass(frozen=True, slots=True)
+class JournalFile:
+    """A journal on disk; `name` tells the journals of one run apart."""
+
+    name: str
+    path: Path
+
+    @property
+    def size(self) -> int:
+        return self.path.stat().st_size
+
+    def lines(self) -> Iterator[str]:
+        """Its lines with their ends; every byte is one character, so that no file fails here."""
+        with open(self.path, encoding="latin-1", newline="\n", buffering=_BUFFER) as file:
+            yield from file
+
+
+def check_free(path: str | Path) -> None:
+    """Refuse a path that holds something already; nothing is written."""
+    path = Path(path)
+    if path.is_dir():
+        if any(path.iterdir()):
+            raise UserError(f"not empty: `{path}`. Name a new directory, or remove this one.")
+    elif path.exists():
+        raise UserError(f"not a directory: `{path}`. Name a new directory.")
+
+
+def find_journals(path: str | Path) -> list[JournalFile]:
+    """The journal that `path` is, or those of the run that it holds, in order of name."""
+    path = Path(path)
+    if path.is_dir():
+        found = [path / JOURNAL, *sorted(path.glob(f"*/{JOURNAL}"))]
+        journals = [JournalFile(p.parent.name, p) for p in found if p.is_file()]
+        if not journals:
+            raise UserError(
+                f"no {JOURNAL} in `{path}`. Give the directory that a run wrote with --out."
+            )
+        return journals
+    if not path.exists():
+        raise UserError(
+            f"no such run: `{path}`. Give a directory that a run wrote with --out, or a journal."
+        )
+    return [JournalFile(path.stem, path)]
