@@ -5,6 +5,8 @@ answers that may be delivered, repeated, lost or overtaken, and can crash, hang 
 Whoever drives it picks; it decides nothing by itself.
 """
 
+import json
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -137,9 +139,7 @@ class Adversary:
             lengths = tuple(
                 Length(t, run.fence, len(run.tokens)) for t, run in sorted(engine.running.items())
             )
-            self.send(
-                ev.InstanceProgressed(name, engine.incarnation, kv_tokens, lengths, lengths)
-            )
+            self.send(ev.InstanceProgressed(name, engine.incarnation, kv_tokens, lengths, lengths))
 
     def advance(self, seconds: float) -> None:
         self.now += seconds
@@ -148,8 +148,6 @@ class Adversary:
             self.send(ev.TimerFired())
 
     def save_and_restore(self) -> None:
-        import json
-
         saved = json.dumps(self.core.snapshot())
         self.core = Orchestrator.restore(json.loads(saved))
         assert json.dumps(self.core.snapshot()) == saved
@@ -169,9 +167,7 @@ class Adversary:
         engine = self._engine(c.instance)
         if engine is not None:
             assert c.version in engine.versions, f"{c} where {engine.versions} are installed"
-            engine.running[c.trajectory] = Run(
-                c.fence, c.version, [c.version] * c.prefix_tokens
-            )
+            engine.running[c.trajectory] = Run(c.fence, c.version, [c.version] * c.prefix_tokens)
 
     def _on_Cancel(self, c: cm.Cancel) -> None:
         engine = self._engine(c.instance)
@@ -292,6 +288,32 @@ class Adversary:
 
     def _on_Halt(self, c: cm.Halt) -> None:
         self.halted = c
+
+
+def stir(world: Adversary, rng: random.Random, steps: int, *, faults: bool) -> None:
+    """Let the world do `steps` things by chance."""
+    for _ in range(steps):
+        if world.halted:
+            return
+        roll = rng.random()
+        if roll < 0.50:
+            world.deliver(rng.randrange(1000), keep=faults and rng.random() < 0.05)
+        elif roll < 0.85:
+            ways = ("token", "finish", "finish", "pause", "fail" if faults else "token")
+            world.generate(rng.randrange(1000), rng.choice(ways))
+        elif roll < 0.92:
+            for name in sorted(world.engines):
+                world.report(name, rng.choice((0, 0, 9_900)))
+        elif roll < 0.96 or not faults:
+            world.advance(rng.choice((1.0, 5.0, 20.0)))
+        elif roll < 0.97:
+            world.drop(rng.randrange(1000))
+        elif roll < 0.98:
+            world.crash(rng.randrange(6), noticed=rng.random() < 0.7)
+        elif roll < 0.985:
+            world.leave(rng.randrange(6))
+        else:
+            world.join(rng.randrange(6), slots=rng.randint(1, 5), version_slots=2)
 
 
 def _segments(versions: list[int]) -> tuple[Segment, ...]:

@@ -18,7 +18,15 @@ from operator import attrgetter
 from typing import Any, TypeVar, cast, get_args, get_type_hints, overload
 
 from dora_rl.core import commands, events
-from dora_rl.core.codec_types import Convert, Misfit, decoder, encode_by_value, encoder, shown
+from dora_rl.core.codec_types import (
+    Convert,
+    Misfit,
+    decoder,
+    encode_by_value,
+    encoder,
+    shown,
+    signatures,
+)
 from dora_rl.core.errors import JournalError
 
 T = TypeVar("T")
@@ -113,20 +121,19 @@ def _message_decoder(cls: type) -> Convert:
     names = [field.name for field in fields(cls)]
     parts = [decoder(hints[name]) for name in names]
     size = len(names) + 1
+    plain = signatures([str, *(hints[name] for name in names)])
 
     def decode_message(data: list[Any]) -> Any:
+        if tuple(map(type, data)) in plain:
+            return cls(*data[1:])
         if len(data) != size:
             raise Misfit(f"expected {size - 1} fields, got {len(data) - 1}")
-        values = iter(data)
-        next(values)
-        position = 0
+        arguments: list[Any] = []
         try:
-            arguments = []
-            for part, value in zip(parts, values, strict=True):
+            for part, value in zip(parts, data[1:], strict=True):
                 arguments.append(part(value))
-                position += 1
         except Misfit as misfit:
-            misfit.path.append(names[position])
+            misfit.path.append(names[len(arguments)])
             raise
         return cls(*arguments)
 

@@ -5,9 +5,10 @@ It must not know events, commands nor files: `codec` is its face.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from itertools import product
 from operator import attrgetter
 from types import NoneType, UnionType
 from typing import Any, TypeAlias, Union, get_args, get_origin, get_type_hints
@@ -91,6 +92,17 @@ _SCALARS: dict[Any, tuple[type, ...]] = {
     bool: (bool,),
     NoneType: (NoneType,),
 }
+
+
+def signatures(hints: Iterable[Any]) -> frozenset[tuple[type, ...]]:
+    """All types that a row of scalars may have, to be checked at once; empty if one is none."""
+    columns = []
+    for hint in hints:
+        members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        if not all(member in _SCALARS for member in members):
+            return frozenset()
+        columns.append([cls for member in members for cls in _SCALARS[member]])
+    return frozenset(product(*columns))
 
 
 def _is_text(hint: Any) -> bool:
@@ -292,10 +304,13 @@ class _Decoders:
     def fixed(make: Any, hints: tuple[Any, ...], names: tuple[Any, ...]) -> Convert:
         parts = [decoder(hint) for hint in hints]
         size = len(parts)
+        plain = signatures(hints)
 
         def decode_fixed(data: Any) -> Any:
             if type(data) is not list or len(data) != size:
                 raise Misfit(f"expected a list of {size}, got {shown(data)}")
+            if tuple(map(type, data)) in plain:
+                return make(data)
             values: list[Any] = []
             try:
                 for part, item in zip(parts, data, strict=True):

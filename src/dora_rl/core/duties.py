@@ -50,6 +50,7 @@ def settle(state: State) -> None:
             rebalance(state)
         place(state)
         retire(state)
+        _watch_idle(state)
         at = state.timers.rearm()
         if at is not None:
             state.emit(SetTimer(at))
@@ -245,10 +246,23 @@ def _place_version(state: State, version: Version, heap: list[int]) -> None:
 # Rebalance
 
 
+def _watch_idle(state: State) -> None:
+    """Trigger: slots idle though work waits, since they serve another version."""
+    fleet, settings = state.fleet, state.settings
+    idle = fleet.slots - fleet.load
+    if not state.ledger.num_waiting or idle < settings.idle_slots * fleet.slots:
+        return
+    if idle * len(fleet.instances) >= fleet.slots and state.paradigm.rebalances:
+        # At least one instance's worth. A tenth of the period apart, lest planning dominate.
+        earliest = state.rebalanced_at + settings.rebalance_period_s / 10
+        state.rebalance_soon(max(0.0, earliest - state.now))
+
+
 def rebalance(state: State) -> None:
     """Give each version its share of the instances, with the least movement that pays."""
     state.counters["rebalances"] += 1
     state.rebalance_at = None
+    state.rebalanced_at = state.now
     state.rebalance_soon(state.settings.rebalance_period_s)
     if state.versions.newest < 0:
         return
@@ -332,18 +346,23 @@ def _hurry(state: State, version: Version) -> None:
 
 
 def _fill(state: State, demand: Demand) -> None:
-    """Put an older version's idle slots to use, unless it is about to be retired."""
+    """Put an older version's odd slots to use, unless it is about to be retired.
+
+    Only what is left over when no whole instance can be won from it: a version that is filled
+    while it drains would never give its instances to the newest.
+    """
     version = demand.version
-    if version + state.staleness < state.trainer.step + 2:
+    if version + state.staleness < state.trainer.step + 2 or version < state.versions.newest - 1:
         return
-    idle = sum(
-        i.free
+    hosts = [
+        i
         for name in state.versions.live[version].instances
         if (i := state.fleet.instances[name]).serves(version)
-    )
-    state.counters["filled_groups"] += admit(
-        state, version, (idle - demand.waiting) // state.settings.group_size
-    )
+    ]
+    idle = sum(i.free for i in hosts) - demand.waiting
+    if len(hosts) > 1 and idle >= min(i.load for i in hosts):
+        return  # the lightest host can be emptied into the others
+    state.counters["filled_groups"] += admit(state, version, idle // state.settings.group_size)
 
 
 def relieve(state: State, instance: Instance) -> None:

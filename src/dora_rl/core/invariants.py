@@ -207,7 +207,7 @@ def indexes(state: State) -> Iterator[str]:
     kept = state.ledger
     fresh = Ledger(kept.group_size, groups=kept.groups, trajectories=kept.trajectories)
     fresh.rebuild()
-    for name in ("outstanding", "work", "demand", "num_ready", "num_parked"):
+    for name in ("outstanding", "work", "demand", "num_ready", "num_waiting", "num_parked"):
         if getattr(kept, name) != getattr(fresh, name):
             yield f"index {name} is {getattr(kept, name)}, not {getattr(fresh, name)}"
     for version, heap in fresh.waiting.items():
@@ -219,5 +219,8 @@ def indexes(state: State) -> Iterator[str]:
         if load != instance.load:
             yield f"instance {instance.id} has load {instance.load}, not {load}"
     slots = sum(i.slots for i in state.fleet.instances.values() if not i.leaving)
+    load = sum(i.load for i in state.fleet.instances.values() if not i.leaving)
+    if load != state.fleet.load:
+        yield f"the fleet has load {load}, not {state.fleet.load}"
     if slots != state.fleet.slots:
         yield f"the fleet has {slots} slots, not {state.fleet.slots}"

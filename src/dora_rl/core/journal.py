@@ -14,7 +14,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from dora_rl.core.codec import (
     decode,
@@ -44,8 +44,7 @@ class Header:
     meta: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """One event that the core handled, or refused; `text` is its line, numbered from 1."""
 
     line: int

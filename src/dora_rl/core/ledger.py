@@ -80,6 +80,7 @@ class Ledger:
     waiting: dict[Version, list[TrajectoryId]] = field(default_factory=dict, metadata=DERIVED)
     work: dict[Version, int] = field(default_factory=dict, metadata=DERIVED)
     demand: int = field(default=0, metadata=DERIVED)  # trajectories that need a slot
+    num_waiting: int = field(default=0, metadata=DERIVED)
     num_parked: int = field(default=0, metadata=DERIVED)
 
     def rebuild(self) -> None:
@@ -93,6 +94,7 @@ class Ledger:
                 self._count_work(trajectory, 1)
             if trajectory.state is _T.WAITING:
                 self._push_waiting(trajectory)
+            self.num_waiting += trajectory.state is _T.WAITING
             self.num_parked += trajectory.state is _T.PARKED
 
     # Reading
@@ -127,6 +129,7 @@ class Ledger:
             self.trajectories[member] = trajectory
             self._count_work(trajectory, 1)
             self._push_waiting(trajectory)
+        self.num_waiting += self.group_size
         return group
 
     def complete(self, group: Group) -> None:
@@ -257,6 +260,7 @@ class Ledger:
         if new not in TRAJECTORY_MOVES[old]:
             raise IllegalTransition(f"trajectory {trajectory.id} cannot go from `{old}` to `{new}`")
         trajectory.state = new
+        self.num_waiting += (new is _T.WAITING) - (old is _T.WAITING)
         self.num_parked += (new is _T.PARKED) - (old is _T.PARKED)
         if old in WORK and new not in WORK:
             self._count_work(trajectory, -1)

@@ -82,6 +82,7 @@ class Fleet:
     ended: dict[InstanceId, int] = field(default_factory=dict)
 
     slots: int = field(default=0, metadata=DERIVED)
+    load: int = field(default=0, metadata=DERIVED)  # of all instances that stay
     installing: dict[Version, int] = field(default_factory=dict, metadata=DERIVED)
     _open: dict[Version, list[tuple[int, InstanceId]]] = field(
         default_factory=dict, metadata=DERIVED
@@ -92,6 +93,7 @@ class Fleet:
             instance.rebuild()
             if not instance.leaving:
                 self.slots += instance.slots
+                self.load += instance.load
             for version, state in instance.hosts.items():
                 self._count_installing(version, state, 1)
             self.offer(instance)
@@ -110,6 +112,7 @@ class Fleet:
         if not instance.leaving:
             instance.leaving = True
             self.slots -= instance.slots
+            self.load -= instance.load
 
     def remove(self, instance: Instance) -> None:
         self.leave(instance)
@@ -154,8 +157,7 @@ class Fleet:
 
     def add(self, instance: Instance, version: Version, trajectory: TrajectoryId) -> None:
         instance.residents.setdefault(version, set()).add(trajectory)
-        instance.load += 1
-        self.offer(instance)
+        self._add_load(instance, 1)
 
     def discard(
         self, instance: Instance, version: Version, trajectory: TrajectoryId, paused: bool
@@ -167,8 +169,7 @@ class Fleet:
             if paused:
                 instance.paused -= 1
             else:
-                instance.load -= 1
-            self.offer(instance)
+                self._add_load(instance, -1)
         elif trajectory in instance.parked.get(version, ()):
             _take(instance.parked, version, trajectory)
 
@@ -182,8 +183,7 @@ class Fleet:
     def set_paused(self, instance: Instance, paused: bool) -> None:
         change = 1 if paused else -1
         instance.paused += change
-        instance.load -= change
-        self.offer(instance)
+        self._add_load(instance, -change)
 
     def reserve(self, instance: Instance, version: Version, count: int) -> None:
         left = instance.reserved.get(version, 0) + count
@@ -191,7 +191,12 @@ class Fleet:
             instance.reserved[version] = left
         else:
             instance.reserved.pop(version, None)
-        instance.load += count
+        self._add_load(instance, count)
+
+    def _add_load(self, instance: Instance, change: int) -> None:
+        instance.load += change
+        if not instance.leaving:
+            self.load += change
         self.offer(instance)
 
     def _count_installing(self, version: Version, state: HostState, change: int) -> None:

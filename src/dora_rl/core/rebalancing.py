@@ -125,7 +125,7 @@ class Planner:
                     continue
                 self._convert(instance, demand.version, outgoing)
                 wanted -= 1
-                unmet -= instance.slots
+                unmet -= instance.free
             if wanted > 0:
                 self._take_from_others(demand, targets, wanted, unmet)
         return self.plan
@@ -134,14 +134,19 @@ class Planner:
         """How many instances each version should be on."""
         work = {v: max(1, d.work) for v, d in self.demands.items()}
         if any(instance.version_slots > 1 for instance in self.instances):
-            # Shared instances: the newest is wanted everywhere, an older one where it is.
-            return {
-                v: len(self.instances) if v == self.newest else max(1, len(self.hosts.get(v, ())))
-                for v in work
-            }
+            return {v: self._shared_target(v, amount) for v, amount in work.items()}
         if len(work) <= len(self.instances):
             return partition(work, len(self.instances))
         return dict.fromkeys(work, 1)  # more versions than places: they take turns
+
+    def _shared_target(self, version: Version, work: int) -> int:
+        """With shared instances the newest is wanted everywhere, an older one where it fits."""
+        if version == self.newest:
+            return len(self.instances)
+        places = sum(instance.version_slots for instance in self.instances)
+        slots = sum(instance.slots for instance in self.instances)
+        needed = -(-work * places // slots)
+        return max(1, min(needed, len(self.hosts.get(version, ()))))
 
     def _spare(self, targets: Mapping[Version, int]) -> list[tuple[Instance, Version | None]]:
         """Instances that can take a version in without moving anything; the best ones last."""
@@ -182,7 +187,7 @@ class Planner:
                 surplus = max(surplus, min(1, len(hosts) - 1))
             if surplus <= 0 or len(hosts) < 2:
                 continue
-            hosts.sort(key=lambda i: (i.load, i.kv_tokens, i.id))
+            hosts.sort(key=lambda i: (len(i.residents.get(donor_version, ())), i.kv_tokens, i.id))
             donors, keepers = hosts[:surplus], hosts[surplus:]
             if not keepers:
                 keepers.append(donors.pop())
@@ -193,14 +198,15 @@ class Planner:
                 moved = donor.residents.get(donor_version, ())
                 if len(moved) > left or donor.reserved.get(donor_version):
                     break
-                if housed and not self.economy.pays(donor.slots, len(moved), unmet):
+                won = donor.free + len(moved)
+                if housed and not self.economy.pays(won, len(moved), unmet):
                     break
                 self._shift(donor, donor_version, sorted(moved), room)
                 left -= len(moved)
                 self._convert(donor, demand.version, donor_version)
                 housed = True
                 wanted -= 1
-                unmet -= donor.slots
+                unmet -= won
                 if wanted <= 0:
                     return
         if not housed:
@@ -233,7 +239,13 @@ class Planner:
                 heapq.heappush(room, (load + count, keeper.id, keeper))
 
     def _take_turn(self, demand: Demand) -> None:
-        """No place can be had by moving: some version's turn must end, its work be parked."""
+        """No place can be had by moving: some version's turn must end, its work be parked.
+
+        Only where there are more versions than places: else room comes as work is finished.
+        """
+        places = sum(instance.version_slots for instance in self.instances)
+        if len(self.demands) <= places and not demand.urgent:
+            return
         best: tuple[bool, float, InstanceId, Version, Instance] | None = None
         for instance in self.instances:
             if instance.id in self.changed or not instance.settled:

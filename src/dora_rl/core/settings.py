@@ -44,14 +44,19 @@ class Settings:
 
     rebalance_period_s: float = 10.0
     """Trigger: look for lone stragglers and idle slots this often."""
+    idle_slots: float = 0.02
+    """Trigger: the share of all slots that may idle, while work waits for another version's."""
     kv_pressure: float = 0.92
     """Trigger: the share of an instance's KV memory in use above which work moves away."""
     migration_gain: float = 1.5
     """Hysteresis: a move must gain this many times the slot time that it costs."""
     turn_s: float = 60.0
     """With more live versions than places for them: how long a version keeps its turn."""
-    fill_older: bool = True
-    """Start new groups on an older version's idle slots, where the bound admits them."""
+    fill_older: bool = False
+    """Start new groups on an older version's odd slots, where the bound admits them.
+
+    Off: it keeps versions from draining, and costs more slots than it fills (decision 005).
+    """
     install_estimate_s: float = 5.0
     """Time to install a version, until it has been observed."""
     migration_estimate_s: float = 1.0
@@ -86,6 +91,11 @@ class Settings:
         for field in fields(self):
             if field.name.endswith("_timeout_s"):
                 _require_positive(field.name, getattr(self, field.name), "Every wait needs an end.")
+        if not 0.0 < self.idle_slots <= 1.0:
+            raise SettingsError(
+                f"idle_slots must be in (0, 1]: `{self.idle_slots}`. "
+                "It is a share of the slots; 1 leaves the rebalance to its period."
+            )
         if not 0.0 < self.kv_pressure <= 1.0:
             raise SettingsError(
                 f"kv_pressure must be in (0, 1]: `{self.kv_pressure}`. "

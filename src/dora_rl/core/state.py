@@ -76,6 +76,7 @@ class State:
     fetching: GroupId | None = None
     fetch_attempts: int = 0
     rebalance_at: float | None = None
+    rebalanced_at: float = 0.0
     suspended: bool = False
     resumed_at: float = 0.0
     fleet_lost_at: float | None = None

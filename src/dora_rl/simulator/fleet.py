@@ -43,8 +43,7 @@ class Fleet:
         self._holds = 0  # reasons why no instance may use its devices
         self._held_at = 0.0
         self.instances = [
-            Instance(i, params.slots, params.version_slots, around)
-            for i in range(params.instances)
+            Instance(i, params.slots, params.version_slots, around) for i in range(params.instances)
         ]
         for instance in self.instances:
             instance.emit = network.voice_of(instance)

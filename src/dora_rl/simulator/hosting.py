@@ -5,7 +5,6 @@ runs on what is dropped. A bug of the core raises `WorldError`; work that the co
 (its cancel was lost on the way) is no obstacle. Knows nothing of what the core believes.
 """
 
-
 from dora_rl.core.commands import Evict, Install
 from dora_rl.core.events import InstallFailed, VersionEvicted, VersionInstalled
 from dora_rl.simulator.engine import Surroundings
@@ -164,5 +163,3 @@ def refuse(instance: Instance, message: str) -> bool:
     if instance.expelled >= instance.incarnation:
         return False
     raise WorldError(message)
-
-

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from dora_rl.core.events import Event, InstanceJoined, InstanceProgressed
 from dora_rl.core.types import Length
 from dora_rl.simulator.engine import Engine, Surroundings
-from dora_rl.simulator.runs import DEAD, KEPT, PARKED, PAUSED, RUNNING, Run
+from dora_rl.simulator.runs import DEAD, FROZEN, KEPT, PARKED, PAUSED, RUNNING, Run
 
 
 class Loading(NamedTuple):
@@ -75,9 +75,7 @@ class Instance(Engine):
     def join(self) -> None:
         """Announce this incarnation."""
         self.emit(
-            InstanceJoined(
-                self.id, self.incarnation, self.slots, self.capacity, self.version_slots
-            )
+            InstanceJoined(self.id, self.incarnation, self.slots, self.capacity, self.version_slots)
         )
 
     def die(self) -> None:
@@ -140,5 +138,8 @@ class Instance(Engine):
         return [
             run
             for run in self.runs.values()
-            if run.version == version and run.state != PARKED and run.state != KEPT
+            if run.version == version
+            and run.state != PARKED
+            and run.state != KEPT
+            and not (run.state == FROZEN and run.was_parked)
         ]

@@ -36,6 +36,7 @@ class Migration:
 
     __slots__ = (
         "cut",
+        "holds_room",
         "id",
         "incarnations",
         "kv",
@@ -56,10 +57,11 @@ class Migration:
         self.target = target
         self.incarnations = (source.incarnation, target.incarnation)
         self.state = RESERVING
+        self.holds_room = False  # `slots` and `kv` are reserved on the target
         self.slots = 0
         self.kv = 0
         self.start = now
-        self.cut: list[tuple[Run, int, bool]] = []  # run, its new fence, whether it was parked
+        self.cut: list[tuple[Run, int]] = []  # what the source keeps, with its new fence
 
     @property
     def source_lives(self) -> bool:
@@ -116,29 +118,43 @@ class Migrations:
         source = self._instances[command.source]
         migration = Migration(command, source, target, self._clock.now)
         self.live[name] = migration
-        self._hold_room(migration)
+        target.settle()  # who is in line already comes first
+        if self._weigh(migration):
+            self._hold_room(migration)
         latency_s = self._around.costs.efficiency.transfer_latency_s
         self._clock.after(latency_s, self._reserved, migration)
 
-    def _hold_room(self, migration: Migration) -> None:
+    def _weigh(self, migration: Migration) -> bool:
+        """Find the room that is needed, and whether the target has it."""
         source, target = migration.source, migration.target
-        target.settle()  # who is in line already comes first
+        if not migration.source_lives:
+            return False
         source.advance(self._clock.now)
+        slots = kv = 0
         for move in migration.moves:
             run = source.runs.get(move.fence)
             if run is not None:
                 grown = source.steps - run.joined if run.state == RUNNING else 0
-                migration.kv += run.context + grown
-                migration.slots += run.state != PAUSED
+                kv += run.context + grown
+                slots += run.state != PAUSED
+        migration.slots, migration.kv = slots, kv
+        return (
+            target.size + target.reserved_slots + slots <= target.slots
+            and target.used + target.reserved_kv + kv <= target.capacity
+        )
+
+    def _hold_room(self, migration: Migration) -> None:
+        migration.holds_room = True
+        target, version = migration.target, migration.version
         target.reserved_slots += migration.slots
         target.reserved_kv += migration.kv
-        version = migration.version
         target.expecting[version] = target.expecting.get(version, 0) + 1
         target.touch()
 
     def _free_room(self, migration: Migration) -> None:
         target, version = migration.target, migration.version
-        if migration.target_lives:
+        if migration.holds_room and migration.target_lives:
+            migration.holds_room = False
             target.reserved_slots -= migration.slots
             target.reserved_kv -= migration.kv
             target.expecting[version] -= 1
@@ -150,10 +166,7 @@ class Migrations:
         target = migration.target
         if not migration.source_lives:
             self._fail(migration, "no_source")
-        elif (
-            target.size + target.reserved_slots > target.slots
-            or target.used + target.reserved_kv > target.capacity
-        ):
+        elif not migration.holds_room:
             self._fail(migration, "no_room")
         elif self._strikes(migration):
             self._fail(migration, "reserve_failed")
@@ -186,7 +199,8 @@ class Migrations:
                 continue
             if run.state == RUNNING:
                 source.leave(run)
-            migration.cut.append((run, move.new_fence, run.state == PARKED))
+            migration.cut.append((run, move.new_fence))
+            run.was_parked = run.state == PARKED
             run.state = FROZEN
             if run.held or run.on_host:
                 tokens += run.context - run.debt
@@ -213,7 +227,7 @@ class Migrations:
             return
         migration.state = DONE
         self._free_room(migration)
-        for run, fence, _ in migration.cut:
+        for run, fence in migration.cut:
             if run.state == FROZEN:
                 run.state = KEPT
                 self._arrive(migration, run, fence, tokens is not None)
@@ -223,7 +237,9 @@ class Migrations:
         if self._around.recorder is not None:
             detail = f"from {migration.source.id}"
             self._around.recorder.span(
-                Span("migrate", migration.target.id, migration.start, now, migration.version, detail)
+                Span(
+                    "migrate", migration.target.id, migration.start, now, migration.version, detail
+                )
             )
         self._lease(migration)
         migration.target.emit(self._completed(migration))
@@ -245,7 +261,7 @@ class Migrations:
 
     def _completed(self, migration: Migration) -> Event:
         moved = tuple(
-            Placement(run.trajectory, run.fence) for run, _, _ in migration.cut if run.state == KEPT
+            Placement(run.trajectory, run.fence) for run, _ in migration.cut if run.state == KEPT
         )
         return MigrationCompleted(migration.id, moved)
 
@@ -259,25 +275,28 @@ class Migrations:
         if migration.state != DONE:
             raise WorldError(f"migration {name} is released before it is done")
         self._end(migration, self._completed(migration))
-        for run, _, _ in migration.cut:
+        for run, _ in migration.cut:
             if run.state == KEPT:
                 source.remove(run)
+
+    def forestall(self, name: int) -> None:
+        """The core has given a migration up: a reserve that is still on its way is void."""
+        self._answers.setdefault(name, None)
 
     def abort(self, instance: Instance, name: int) -> None:
         """One side hears of the end: the target forgets, the source goes on."""
         migration = self.live.get(name)
         if migration is None:
-            self._answers.setdefault(name, None)  # a reserve that comes behind is void
             return
         if migration.state < DONE:
             self._undo(migration, None)
             return
         if instance is migration.target:
-            for _, fence, _ in migration.cut:
-                run = instance.runs.get(fence)
-                if run is not None:
-                    self._around.facts.cancelled_tokens += run.done
-                    instance.remove(run)
+            for _, fence in migration.cut:
+                twin = instance.runs.get(fence)
+                if twin is not None:
+                    self._around.facts.cancelled_tokens += twin.done
+                    instance.remove(twin)
         else:
             self._thaw(migration)
 
@@ -298,9 +317,9 @@ class Migrations:
         """The source goes on with what it has kept."""
         if not migration.source_lives:
             return
-        for run, _, was_parked in migration.cut:
+        for run, _ in migration.cut:
             if run.state in (FROZEN, KEPT):
-                if was_parked:
+                if run.was_parked:
                     run.state = PARKED
                 else:
                     migration.source.go_on(run)
@@ -328,8 +347,6 @@ class Migrations:
             return
         self._end(migration, None)
         if migration.source_lives:
-            for run, _, _ in migration.cut:
+            for run, _ in migration.cut:
                 if run.state == KEPT:
                     migration.source.remove(run)
-
-

@@ -70,6 +70,7 @@ class Run:
         "trajectory",
         "turn",
         "version",
+        "was_parked",
     )
 
     def __init__(
@@ -90,6 +91,7 @@ class Run:
         self.joined = 0  # the instance's step counter when it joined the batch
         self.held = False  # its KV is on the device
         self.on_host = False  # its KV is on the host
+        self.was_parked = False  # before it was frozen
         self.env = NO_ANSWER
         self.answer_at = inf
         self.segments: tuple[Segment, ...] = ()  # closed ones

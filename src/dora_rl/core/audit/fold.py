@@ -38,8 +38,6 @@ class Audit:
             e.VersionEvicted: fleet.evicted,
             e.TrajectoryFinished: work.finish,
             e.TrajectoryFailed: work.failed_event,
-            e.TrajectoryPaused: work.turned,
-            e.TrajectoryResumed: work.turned,
             e.TrajectoriesParked: work.parked,
             e.TrajectoryScored: work.scored,
             e.GroupJudged: work.judged,

@@ -120,10 +120,8 @@ class Work:
         member.moving = None
         member.stage = WAITING
 
-    def current(self, trajectory: TrajectoryId, member: Member, fence: Fence) -> bool:
-        """Is this the fence that counts? News from a transfer's target may precede its end."""
-        if member.fence == fence:
-            return True
+    def _finished_on_arrival(self, trajectory: TrajectoryId, member: Member, fence: Fence) -> bool:
+        """Whole at the target before the end of the transfer was heard of: that counts too."""
         moving = member.moving
         if moving is None or not moving.transferring:
             return False
@@ -160,15 +158,9 @@ class Work:
             member.failures += 1
             self.displace(command.trajectory, member)
 
-    def turned(self, event: e.TrajectoryPaused | e.TrajectoryResumed) -> None:
-        """Turns are the engine's affair, but they too can be the first news of an arrival."""
-        member = self.find(event.trajectory)
-        if member is not None and member.fence != event.fence:
-            self.current(event.trajectory, member, event.fence)
-
     def failed_event(self, event: e.TrajectoryFailed) -> None:
         member = self.find(event.trajectory)
-        if member is None or not self.current(event.trajectory, member, event.fence):
+        if member is None or member.fence != event.fence:
             return
         if member.stage in PLACED:
             member.failures += 1
@@ -223,7 +215,8 @@ class Work:
             return
         member = group.members[trajectory % self._size]
         if member is None or (
-            member.fence != event.fence and not self.current(trajectory, member, event.fence)
+            member.fence != event.fence
+            and not self._finished_on_arrival(trajectory, member, event.fence)
         ):
             return
         if member.stage not in PLACED:

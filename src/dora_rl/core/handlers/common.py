@@ -1,0 +1,47 @@
+"""What every handler needs: to refuse, to absorb, and to find whom an event speaks of."""
+
+from typing import NoReturn
+
+from dora_rl.core import transfers
+from dora_rl.core.errors import RefusedEvent
+from dora_rl.core.ledger import Trajectory
+from dora_rl.core.placement import Instance
+from dora_rl.core.state import State
+from dora_rl.core.types import Fence, InstanceId, TrajectoryId
+
+
+def refuse(event: object, why: str) -> NoReturn:
+    """No order of messages explains this event."""
+    raise RefusedEvent(f"{why}: `{event}`")
+
+
+def absorb(state: State, why: str) -> None:
+    """The event speaks of something superseded: count it and go on."""
+    state.counters[f"absorbed_{why}"] += 1
+
+
+def live_instance(state: State, instance: InstanceId, incarnation: int) -> Instance | None:
+    """The instance that speaks, unless it is a zombie or ahead of its own joining."""
+    record = state.fleet.known(instance, incarnation)
+    if record is None:
+        absorb(state, "fenced_instance")
+    return record
+
+
+def placed_trajectory(
+    state: State, event: object, name: TrajectoryId, fence: Fence, *, on_its_way: bool = False
+) -> Trajectory | None:
+    """The trajectory, if the event speaks of its present placement (or of the one to come)."""
+    ledger = state.ledger
+    if not 0 <= name < ledger.issued * ledger.group_size:
+        refuse(event, "the trajectory was never issued")
+    if not 0 < fence < state.next_fence:
+        refuse(event, "the fence was never given out")
+    trajectory = ledger.trajectories.get(name)
+    if trajectory is None:
+        absorb(state, "duplicate")
+        return None
+    if trajectory.fence == fence or (on_its_way and transfers.on_its_way(state, trajectory, fence)):
+        return trajectory
+    absorb(state, "fenced_trajectory")
+    return None

@@ -1,0 +1,161 @@
+"""Instances come, report, install, leave and fail."""
+
+from dora_rl.core import hosting
+from dora_rl.core.duties import relieve
+from dora_rl.core.events import (
+    InstallFailed,
+    InstanceFailed,
+    InstanceJoined,
+    InstanceLeaving,
+    InstanceProgressed,
+    VersionEvicted,
+    VersionInstalled,
+)
+from dora_rl.core.handlers.common import absorb, live_instance, refuse
+from dora_rl.core.handlers.trajectories import attempt_failed
+from dora_rl.core.placement import Instance
+from dora_rl.core.state import State
+from dora_rl.core.timers import Wait
+from dora_rl.core.types import HostState
+
+
+def instance_joined(state: State, event: InstanceJoined) -> None:
+    if event.slots < 1 or event.kv_capacity_tokens < 1 or event.version_slots < 1:
+        refuse(event, "an instance needs slots, KV memory and room for one version")
+    fleet = state.fleet
+    present = fleet.instances.get(event.instance)
+    if event.incarnation <= fleet.ended.get(event.instance, -1) or (
+        present is not None and event.incarnation <= present.incarnation
+    ):
+        return absorb(state, "duplicate")
+    if present is not None:
+        hosting.lose(state, present, "superseded", expel=False)
+    instance = Instance(
+        event.instance,
+        event.incarnation,
+        event.slots,
+        event.kv_capacity_tokens,
+        min(event.version_slots, state.settings.version_slots),
+        heard_at=state.now,
+        checked_at=state.now,
+    )
+    fleet.join(instance)
+    state.fleet_lost_at = None
+    state.timers.set(
+        state.now + state.settings.heartbeat_timeout_s,
+        Wait.HEARTBEAT,
+        instance.id,
+        instance.incarnation,
+    )
+    if state.versions.newest >= 0:
+        hosting.convert(state, instance, state.versions.newest, None)
+        state.rebalance_soon()
+
+
+def instance_progressed(state: State, event: InstanceProgressed) -> None:
+    if event.kv_tokens < 0:
+        refuse(event, "KV in use is not negative")
+    instance = live_instance(state, event.instance, event.incarnation)
+    if instance is None:
+        return
+    now = instance.heard_at = state.now
+    records = state.ledger.trajectories
+    for name, fence, tokens in event.lengths:
+        trajectory = records.get(name)
+        if trajectory is not None and trajectory.fence == fence:
+            trajectory.tokens = tokens
+            trajectory.progress_at = now
+    for name, fence, tokens in event.saved:
+        trajectory = records.get(name)
+        if trajectory is not None and trajectory.fence == fence and tokens > trajectory.saved:
+            trajectory.saved = tokens
+    _watch_pressure(state, instance, event.kv_tokens)
+    if not state.suspended and now - instance.checked_at >= state.settings.trajectory_timeout_s / 4:
+        instance.checked_at = now
+        _find_stuck(state, instance)
+
+
+def _watch_pressure(state: State, instance: Instance, kv_tokens: int) -> None:
+    instance.kv_tokens = kv_tokens
+    share = kv_tokens / instance.kv_capacity_tokens
+    if share >= state.settings.kv_pressure:
+        if not instance.pressured:
+            state.counters["kv_pressure"] += 1
+        instance.pressured = True
+        if state.paradigm.rebalances:
+            relieve(state, instance)
+    elif instance.pressured and share < 0.9 * state.settings.kv_pressure:
+        instance.pressured = False
+        state.fleet.offer(instance)
+        state.unplaced.update(instance.hosts)
+
+
+def _find_stuck(state: State, instance: Instance) -> None:
+    limit = state.now - state.settings.trajectory_timeout_s
+    if state.resumed_at > limit:
+        return  # everything stood still not long ago
+    records = state.ledger.trajectories
+    stuck = [
+        t
+        for residents in instance.residents.values()
+        for t in residents
+        if records[t].progress_at < limit
+    ]
+    for name in sorted(stuck):
+        if name in records:  # a sibling's failure may have ended it meanwhile
+            attempt_failed(state, records[name], "timeout")
+
+
+def instance_leaving(state: State, event: InstanceLeaving) -> None:
+    instance = live_instance(state, event.instance, event.incarnation)
+    if instance is None:
+        return
+    if instance.leaving:
+        return absorb(state, "duplicate")
+    state.fleet.leave(instance)
+    if not instance.ticket:
+        instance.incoming = instance.outgoing = None
+    for version in sorted(instance.residents):
+        hosting.evacuate(state, instance, version)
+    state.disturbed.add(instance.id)
+    state.rebalance_soon()
+
+
+def instance_failed(state: State, event: InstanceFailed) -> None:
+    instance = live_instance(state, event.instance, event.incarnation)
+    if instance is not None:
+        hosting.lose(state, instance, event.reason, expel=False)
+
+
+def version_installed(state: State, event: VersionInstalled) -> None:
+    if event.version > state.versions.newest:
+        refuse(event, "the version was never published")
+    instance = live_instance(state, event.instance, event.incarnation)
+    if instance is None:
+        return
+    if instance.hosts.get(event.version) is not HostState.INSTALLING:
+        return absorb(state, "duplicate")
+    if event.digest != state.versions.live[event.version].digest:
+        state.counters["wrong_weights"] += 1
+        hosting.lose(state, instance, f"installed wrong weights `{event.digest}`", expel=True)
+    else:
+        hosting.installed(state, instance, event.version)
+
+
+def install_failed(state: State, event: InstallFailed) -> None:
+    instance = live_instance(state, event.instance, event.incarnation)
+    if instance is None:
+        return
+    if instance.hosts.get(event.version) is not HostState.INSTALLING:
+        return absorb(state, "duplicate")
+    hosting.repeat(state, instance, event.reason)
+
+
+def version_evicted(state: State, event: VersionEvicted) -> None:
+    instance = live_instance(state, event.instance, event.incarnation)
+    if instance is None:
+        return
+    if instance.hosts.get(event.version) is not HostState.EVICTING or instance.incoming is not None:
+        return absorb(state, "duplicate")
+    instance.ticket = instance.attempts = 0
+    hosting.drop_host(state, instance, event.version)

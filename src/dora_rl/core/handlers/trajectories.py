@@ -1,0 +1,144 @@
+"""Trajectories finish, wait for their environments, fail and are scored; groups are judged."""
+
+from dora_rl.core import hosting
+from dora_rl.core.commands import Score
+from dora_rl.core.duties import complete_if_scored, end_group, fail
+from dora_rl.core.events import (
+    GroupJudged,
+    TrajectoryFailed,
+    TrajectoryFinished,
+    TrajectoryPaused,
+    TrajectoryResumed,
+    TrajectoryScored,
+)
+from dora_rl.core.handlers.common import absorb, placed_trajectory, refuse
+from dora_rl.core.ledger import Trajectory
+from dora_rl.core.state import State
+from dora_rl.core.timers import Wait
+from dora_rl.core.types import GroupState, TrajectoryState
+
+_T = TrajectoryState
+
+
+def trajectory_finished(state: State, event: TrajectoryFinished) -> None:
+    if event.tokens != sum(s.tokens for s in event.segments) or not event.segments:
+        refuse(event, "the segments do not add up to the trajectory")
+    if any(s.tokens < 0 or not 0 <= s.version <= state.versions.newest for s in event.segments):
+        refuse(event, "a segment names a version that was never published, or fewer than 0 tokens")
+    trajectory = placed_trajectory(state, event, event.trajectory, event.fence, on_its_way=True)
+    if trajectory is None:
+        return
+    if trajectory.state not in (_T.RUNNING, _T.PARKED):
+        return absorb(state, "duplicate")
+    if state.paradigm.pins_version:
+        digest = state.versions.live[trajectory.version].digest
+        if any(s.version != trajectory.version or s.digest != digest for s in event.segments):
+            _reject_mixed(state, trajectory)
+            return
+    if trajectory.fence != event.fence:  # finished at the target before the commit was heard of
+        hosting.cancel(state, trajectory)
+        trajectory.fence = event.fence
+    hosting.take_off(state, trajectory)
+    state.ledger.generated(trajectory, event.tokens)
+    _send_score(state, trajectory)
+
+
+def _reject_mixed(state: State, trajectory: Trajectory) -> None:
+    """C1: tokens of other weights are not accepted, nor is the instance that made them."""
+    assert trajectory.instance is not None
+    state.counters["wrong_weights"] += 1
+    trajectory.saved = 0
+    instance = state.fleet.instances[trajectory.instance]
+    hosting.lose(state, instance, "sampled from wrong weights", expel=True)
+
+
+def _send_score(state: State, trajectory: Trajectory) -> None:
+    state.timers.set(
+        state.now + state.settings.score_timeout_s, Wait.SCORE, trajectory.id, trajectory.fence
+    )
+    state.emit(Score(trajectory.id, trajectory.fence))
+
+
+def trajectory_paused(state: State, event: TrajectoryPaused) -> None:
+    trajectory = placed_trajectory(state, event, event.trajectory, event.fence)
+    if trajectory is None:
+        return
+    if event.turn <= trajectory.turn:
+        return absorb(state, "duplicate")
+    trajectory.turn = event.turn
+    _set_paused(state, trajectory, True)
+
+
+def trajectory_resumed(state: State, event: TrajectoryResumed) -> None:
+    trajectory = placed_trajectory(state, event, event.trajectory, event.fence)
+    if trajectory is None:
+        return
+    if event.turn < trajectory.turn:
+        return absorb(state, "duplicate")
+    trajectory.turn = event.turn
+    _set_paused(state, trajectory, False)
+
+
+def _set_paused(state: State, trajectory: Trajectory, paused: bool) -> None:
+    if trajectory.state is not _T.RUNNING or trajectory.paused == paused:
+        return
+    assert trajectory.instance is not None
+    instance = state.fleet.instances[trajectory.instance]
+    state.ledger.set_paused(trajectory, paused)
+    state.fleet.set_paused(instance, paused)
+    trajectory.progress_at = state.now
+    state.unplaced.update(instance.hosts)
+
+
+def trajectory_failed(state: State, event: TrajectoryFailed) -> None:
+    trajectory = placed_trajectory(state, event, event.trajectory, event.fence)
+    if trajectory is None:
+        return
+    if trajectory.state in (_T.RUNNING, _T.PARKED, _T.GENERATED):
+        attempt_failed(state, trajectory, event.reason)
+    else:
+        absorb(state, "duplicate")
+
+
+def attempt_failed(state: State, trajectory: Trajectory, reason: str) -> None:
+    """One attempt failed: try again on the same version, until the limit."""
+    trajectory.failures += 1
+    final = trajectory.failures > state.settings.max_retries
+    if trajectory.state is _T.GENERATED:
+        if not final:
+            trajectory.fence = state.fence()
+            _send_score(state, trajectory)
+            return
+    else:
+        hosting.cancel(state, trajectory)
+        if not final:
+            hosting.requeue(state, trajectory)
+            return
+    fail(state, trajectory, reason)
+
+
+def trajectory_scored(state: State, event: TrajectoryScored) -> None:
+    trajectory = state.ledger.trajectories.get(event.trajectory)
+    if trajectory is not None and trajectory.instance is not None:
+        refuse(event, "a score came before the trajectory was whole")
+    trajectory = placed_trajectory(state, event, event.trajectory, event.fence)
+    if trajectory is None:
+        return
+    if trajectory.state is not _T.GENERATED:
+        return absorb(state, "duplicate")
+    state.ledger.scored(trajectory)
+    complete_if_scored(state, state.ledger.groups[trajectory.group])
+
+
+def group_judged(state: State, event: GroupJudged) -> None:
+    if not 0 <= event.group < state.ledger.issued:
+        refuse(event, "the group was never issued")
+    group = state.ledger.groups.get(event.group)
+    if group is None or group.state in (GroupState.READY, GroupState.TRAINING):
+        return absorb(state, "duplicate")
+    if group.state is GroupState.OPEN:
+        refuse(event, "the group is not complete, and no judgement was asked for")
+    if event.filtered is None:
+        state.ledger.keep(group)
+    else:
+        end_group(state, group, filtered=event.filtered)

@@ -1,0 +1,1 @@
+"""What a run looks like from outside: numbers, and a timeline. Imports the core only."""

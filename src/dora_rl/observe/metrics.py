@@ -1,0 +1,240 @@
+"""Numbers of one run from its stream of events and commands, in the steady-state window.
+
+The window opens when version `warmup` is published and closes with the last publication, so it
+holds whole steps: step s lies between the publications of s and s + 1. What no event carries
+(slot time, bytes moved, stalls) comes in through `probe`, a reading of counters that only grow;
+a figure of the window is the difference of two readings.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from dora_rl.core.audit import AuditReport, Spread
+from dora_rl.core.commands import Command, Delete, Train
+from dora_rl.core.events import (
+    BatchFailed,
+    BatchTrained,
+    Event,
+    GroupJudged,
+    TrajectoryFinished,
+    WeightsPublished,
+)
+
+
+class Reading(NamedTuple):
+    """Counters of a run at one moment; each only grows."""
+
+    slots_s: float = 0.0  # slot time in which rollout had its devices
+    busy_s: float = 0.0  # of it, with a trajectory in the slot
+    stalls: int = 0  # batches that waited for a group at its deadline
+    stalled_s: float = 0.0
+    migrated: int = 0  # trajectories
+    kv_bytes_moved: float = 0.0
+    reprefilled_tokens: int = 0
+
+    def since(self, start: "Reading") -> "Reading":
+        """What was added after `start`."""
+        return Reading(*(end - begin for end, begin in zip(self, start, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """One paradigm in numbers: of the window, but for the counts of trajectories."""
+
+    paradigm: str
+    ok: bool
+    """The run ended well and no promise was broken."""
+    end: str
+    """Why the run ended."""
+    steps: int
+    """Train steps in the window."""
+    window_s: float
+    step_minutes: float
+    tokens_per_s: float
+    """Trained response tokens."""
+    rollout_only_share: float
+    """Of the time, while the trainer does not train."""
+    bubble_share: float
+    """Idle slot time over all slot time in which rollout had the devices."""
+    mean_staleness: float
+    p95_staleness: float
+    max_staleness: float
+    deadline_stalls: int
+    deadline_stall_s: float
+    migrations: int
+    """Trajectories that were moved."""
+    kv_bytes_moved: float
+    reprefilled_tokens: int
+    mean_versions_live: float
+    max_versions_live: int
+    issued: int
+    trained: int
+    filtered: int
+    failed: int
+    mixed: int
+    """Trained trajectories with tokens of more than one version."""
+    audit_ok: bool
+    audit: str
+    wall_s: float
+    """Real time that the simulation took."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures that a seed reproduces: all but the real time."""
+        data = asdict(self)
+        del data["wall_s"]
+        return data
+
+
+class _Stretch:
+    """Time spent in a state, and a count integrated over it, up to any moment."""
+
+    def __init__(self) -> None:
+        self.level = 0
+        self.peak = 0
+        self._at = 0.0
+        self._integral = 0.0
+
+    def change(self, now: float, by: int) -> None:
+        self._settle(now)
+        self.level += by
+        self.peak = max(self.peak, self.level)
+
+    def read(self, now: float) -> float:
+        self._settle(now)
+        return self._integral
+
+    def _settle(self, now: float) -> None:
+        self._integral += (now - self._at) * self.level
+        self._at = now
+
+
+class _Mark(NamedTuple):
+    """All integrals at one publication."""
+
+    now: float
+    version: int
+    reading: Reading
+    training_s: float
+    version_s: float
+
+
+class Collector:
+    """Feed it every event with its commands; ask for the summary at the end."""
+
+    def __init__(self, group_size: int, warmup: int, probe: Callable[[], Reading]) -> None:
+        self._group_size = group_size
+        self._warmup = warmup
+        self._probe = probe
+        self._first: _Mark | None = None
+        self._last: _Mark | None = None
+        self._lengths: dict[int, int] = {}  # tokens of trajectories that are whole
+        self._batch: Train | None = None
+        self._training = _Stretch()
+        self._live = _Stretch()
+        self._tokens: Counter[int] = Counter()  # trained, by step
+        self._staleness: dict[int, Counter[int]] = {}  # of trajectories, by step
+
+    def observe(self, now: float, event: Event, commands: Sequence[Command]) -> None:
+        """One handled event, and the commands that answered it."""
+        kind = type(event)
+        if kind is TrajectoryFinished:
+            self._lengths[event.trajectory] = event.tokens  # type: ignore[union-attr]
+        elif isinstance(event, WeightsPublished):
+            self._published(now, event.version)
+        elif isinstance(event, BatchTrained | BatchFailed):
+            self._trained(now, event)
+        elif isinstance(event, GroupJudged) and event.filtered is not None:
+            first = event.group * self._group_size
+            for name in range(first, first + self._group_size):
+                self._lengths.pop(name, None)
+        for command in commands:
+            if type(command) is Train:
+                self._train(now, command)
+            elif type(command) is Delete:
+                self._live.change(now, -1)
+
+    def _train(self, now: float, command: Train) -> None:
+        if self._batch is None:  # else the core repeats itself
+            self._batch = command
+            self._training.change(now, 1)
+
+    def _trained(self, now: float, event: BatchTrained | BatchFailed) -> None:
+        batch = self._batch
+        if batch is None or batch.step != event.step:
+            return  # a late copy of an old answer
+        self._batch = None
+        self._training.change(now, -1)
+        if isinstance(event, BatchFailed):
+            return
+        staleness = self._staleness.setdefault(batch.step, Counter())
+        tokens = 0
+        for group in batch.groups:
+            staleness[batch.step - group.version] += len(group.trajectories)
+            for name in group.trajectories:
+                tokens += self._lengths.pop(name, 0)
+        self._tokens[batch.step] = tokens
+
+    def _published(self, now: float, version: int) -> None:
+        if self._last is not None and version <= self._last.version:
+            return  # a late copy of an old answer
+        self._live.change(now, 1)
+        mark = _Mark(
+            now, version, self._probe(), self._training.read(now), self._live.read(now)
+        )
+        self._last = mark
+        if self._first is None and version >= self._warmup:
+            self._first = mark
+            self._live.peak = self._live.level
+
+    def summary(self, audit: AuditReport, *, ok: bool, end: str, wall_s: float) -> Summary:
+        """The figures; zeros where no whole step was measured."""
+        first, last = self._first, self._last
+        if first is None or last is None:
+            first = last = _Mark(0.0, 0, Reading(), 0.0, 0.0)
+        steps = range(first.version, last.version)
+        window_s = last.now - first.now
+        per_s = 1.0 / window_s if window_s > 0.0 else 0.0
+        spent = last.reading.since(first.reading)
+        histogram: Counter[int] = Counter()
+        for step in steps:
+            histogram.update(self._staleness.get(step, {}))
+        staleness = Spread.of(histogram)
+        return Summary(
+            paradigm=audit.paradigm,
+            ok=ok and audit.ok,
+            end=end,
+            steps=len(steps),
+            window_s=window_s,
+            step_minutes=window_s / 60 / len(steps) if steps else 0.0,
+            tokens_per_s=sum(self._tokens[step] for step in steps) * per_s,
+            rollout_only_share=1.0 - (last.training_s - first.training_s) * per_s if steps else 0.0,
+            bubble_share=1.0 - spent.busy_s / spent.slots_s if spent.slots_s > 0.0 else 0.0,
+            mean_staleness=staleness.mean,
+            p95_staleness=staleness.p95,
+            max_staleness=staleness.max,
+            deadline_stalls=spent.stalls,
+            deadline_stall_s=spent.stalled_s,
+            migrations=spent.migrated,
+            kv_bytes_moved=spent.kv_bytes_moved,
+            reprefilled_tokens=spent.reprefilled_tokens,
+            mean_versions_live=(last.version_s - first.version_s) * per_s,
+            max_versions_live=self._live.peak,
+            issued=audit.issued,
+            trained=audit.trained,
+            filtered=audit.filtered,
+            failed=audit.failed,
+            mixed=audit.mixed_trained,
+            audit_ok=audit.ok,
+            audit=_verdict(audit),
+            wall_s=wall_s,
+        )
+
+
+def _verdict(audit: AuditReport) -> str:
+    """The audit in one line: what is broken, or what is not promised, or `clean`."""
+    broken = [f"{check.promise} ({check.breaches})" for check in audit.checks if not check.ok]
+    if broken:
+        return f"broken: {', '.join(broken)}"
+    return "; ".join(["clean", *audit.notes])

@@ -1,0 +1,214 @@
+"""What a scenario file says, and the world that it means for each paradigm.
+
+The sections are plain data with ranges; `Scenario.setup` puts them together and refuses what
+contradicts itself, in the words of the file. Lengths belong to the scenario alone, so that
+every paradigm meets the same ones.
+"""
+
+from dataclasses import asdict, dataclass
+from math import inf
+from typing import Any
+
+from pydantic import Field, field_serializer, model_validator
+
+from dora_rl.config import ConfigModel, validate
+from dora_rl.core.errors import UserError
+from dora_rl.core.paradigms import PARADIGMS
+from dora_rl.core.settings import ParadigmName, Settings
+from dora_rl.simulator.costs import Efficiency, Model, NamedDevice
+from dora_rl.simulator.faults import FaultParams
+from dora_rl.simulator.params import WorldParams
+from dora_rl.simulator.workload import Sampler, Workload
+
+
+class About(ConfigModel):
+    """`[scenario]`: what is run, and which part of it is measured."""
+
+    title: str = Field(min_length=1)
+    description: str = ""
+    paradigms: tuple[ParadigmName, ...] = Field(
+        default=tuple(ParadigmName), min_length=1, description="who is compared, in this order"
+    )
+    seed: int = 0
+    steps: int = Field(ge=1, description="the run ends when this version is published")
+    warmup_steps: int = Field(
+        default=0, ge=0, description="measured is from the publication of this version on"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "About":
+        if self.warmup_steps >= self.steps:
+            raise ValueError(
+                f"warmup_steps must be < steps ({self.steps}): `{self.warmup_steps}`. "
+                "At least one step has to be measured."
+            )
+        if len(set(self.paradigms)) < len(self.paradigms):
+            raise ValueError(
+                f"paradigms must differ: `{', '.join(self.paradigms)}`. Name each one once."
+            )
+        return self
+
+
+class Cluster(ConfigModel):
+    """`[cluster]`: devices, how they are shared out, and how the services around them behave."""
+
+    devices: int = Field(ge=1, description="all devices, of rollout and of training")
+    device: NamedDevice = Field(description="a name, such as H800, or a table of figures")
+    devices_per_instance: int = Field(default=1, ge=1, description="of one rollout replica")
+    train_devices: int = Field(
+        ge=1, description="devices of the trainer where it does not share those of rollout"
+    )
+    slots: int = Field(default=64, ge=1, description="trajectories in one instance's batch")
+    updates_per_step: int = Field(default=1, ge=1, description="optimizer updates in a train step")
+    prompts: int | None = Field(default=None, ge=1, description="prompts there are; else endless")
+    prompt_s: float = Field(default=0.01, ge=0, description="time to read prompts")
+    judge_s: float = Field(default=0.01, ge=0, description="time to judge a group")
+    filter_rate: float = Field(default=0.0, ge=0, lt=1, description="share of groups filtered")
+    reward_workers: int | None = Field(
+        default=None, ge=1, description="rewards computed at once; else no limit"
+    )
+    report_period_s: float = Field(default=10.0, gt=0, description="heartbeat of an instance")
+    save_period_s: float | None = Field(
+        default=None, gt=0, description="between two saves of prefixes; else never"
+    )
+    restart_s: float = Field(default=60.0, ge=0, description="a dead instance is back after this")
+    carry_reprefill: bool = Field(
+        default=True, description="new weights make running work compute its KV again"
+    )
+    kv_migration: bool = Field(
+        default=True, description="a migration moves KV; else the target computes it again"
+    )
+    migration_lease_s: float = Field(
+        default=900.0, gt=0, description="what a migration reserved is freed after this silence"
+    )
+
+
+class Overrides(ConfigModel):
+    """`[paradigm.NAME]`: what differs for one paradigm, by section."""
+
+    orchestration: dict[str, Any] = {}
+    cluster: dict[str, Any] = {}
+    efficiency: dict[str, Any] = {}
+
+    def sections(self) -> dict[str, dict[str, Any]]:
+        """The sections that say something."""
+        return {name: values for name, values in self if values}
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """One paradigm of a scenario, ready to run."""
+
+    name: ParadigmName
+    settings: Settings
+    params: WorldParams
+    workload: Workload
+    seed: int
+    steps: int
+    warmup_steps: int
+
+    def sampler(self) -> Sampler:
+        """The lengths: the same for every paradigm."""
+        return Sampler(self.workload, self.seed)
+
+
+class Scenario(ConfigModel):
+    """One scenario file."""
+
+    scenario: About
+    orchestration: Settings = Settings()
+    cluster: Cluster
+    model: Model
+    efficiency: Efficiency = Efficiency()
+    workload: Workload = Workload()
+    faults: FaultParams = FaultParams()
+    paradigm: dict[ParadigmName, Overrides] = {}
+
+    @field_serializer("orchestration")
+    def _without_paradigm(self, settings: Settings) -> dict[str, Any]:
+        plain = asdict(settings)
+        del plain["paradigm"]  # each run has its own
+        return plain
+
+    def setup(self, paradigm: ParadigmName) -> Setup:
+        """What this scenario means for one paradigm; UserError where it means nothing."""
+        overrides = self.paradigm.get(paradigm, Overrides()).sections()
+        try:
+            return self._with(overrides)._setup(paradigm)
+        except UserError as error:
+            place = f"in [paradigm.{paradigm}]: " if overrides else ""
+            raise UserError(f"{place}{error}") from None
+
+    def _with(self, overrides: dict[str, dict[str, Any]]) -> "Scenario":
+        if not overrides:
+            return self
+        plain = self.model_dump(mode="json", exclude_none=True, exclude={"paradigm"})
+        for section, values in overrides.items():
+            plain[section] |= values
+        return validate(Scenario, plain, self.scenario.title)
+
+    def _setup(self, paradigm: ParadigmName) -> Setup:
+        settings = Settings(**{**asdict(self.orchestration), "paradigm": paradigm})
+        about, cluster = self.scenario, self.cluster
+        params = WorldParams(
+            instances=self._instances(paradigm),
+            version_slots=settings.version_slots,
+            train_devices=0 if PARADIGMS[paradigm].colocated else cluster.train_devices,
+            save_period_s=inf if cluster.save_period_s is None else cluster.save_period_s,
+            model=self.model,
+            efficiency=self.efficiency,
+            faults=self.faults,
+            **{
+                name: value
+                for name, value in cluster
+                if name not in ("devices", "train_devices", "save_period_s")
+            },
+        )
+        self._check_memory(params)
+        return Setup(
+            paradigm,
+            settings,
+            params,
+            self.workload,
+            about.seed,
+            about.steps,
+            about.warmup_steps,
+        )
+
+    def _instances(self, paradigm: ParadigmName) -> int:
+        """Colocated rollout has every device; else what the trainer leaves."""
+        cluster = self.cluster
+        each = cluster.devices_per_instance
+        if PARADIGMS[paradigm].colocated:
+            left, of_what = cluster.devices, "cluster.devices"
+        else:
+            left, of_what = cluster.devices - cluster.train_devices, "devices left for rollout"
+            if left <= 0:
+                raise UserError(
+                    f"cluster.train_devices must be < cluster.devices ({cluster.devices}): "
+                    f"`{cluster.train_devices}`. `{paradigm}` needs devices for rollout as well."
+                )
+        if left < each:
+            raise UserError(
+                f"{of_what} must be >= cluster.devices_per_instance ({each}): `{left}`. "
+                f"`{paradigm}` would have no instance."
+            )
+        if left % each:
+            raise UserError(
+                f"{of_what} must be a multiple of cluster.devices_per_instance ({each}): "
+                f"`{left}`. Change cluster.devices or cluster.train_devices."
+            )
+        return left // each
+
+    def _check_memory(self, params: WorldParams) -> None:
+        try:
+            capacity = params.costs().kv_capacity_tokens
+        except ValueError as error:
+            raise UserError(f"cluster: {error}") from None
+        longest = self.workload.longest_tokens
+        if longest >= capacity:
+            raise UserError(
+                f"the longest trajectory must fit into one instance's KV memory ({capacity} "
+                f"tokens): `{longest}` tokens. Raise cluster.devices_per_instance, or shorten "
+                "the workload."
+            )

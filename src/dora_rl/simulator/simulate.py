@@ -1,0 +1,102 @@
+"""One paradigm of a scenario through the real core in virtual time, and what came of it."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from dora_rl.core.audit import Audit, AuditReport
+from dora_rl.core.commands import Command, Halt
+from dora_rl.core.events import Event, WeightsPublished
+from dora_rl.core.orchestrator import Orchestrator
+from dora_rl.core.settings import ParadigmName, Settings
+from dora_rl.observe.metrics import Collector, Reading, Summary
+from dora_rl.simulator.scenarios import Scenario
+from dora_rl.simulator.usage import Recorder
+from dora_rl.simulator.world import Observer, World
+
+Progress = Callable[[float, int], None]
+"""Called now and then with the virtual time and the steps trained."""
+
+
+class Journal(Protocol):
+    """Who writes the run down, such as `core.journal.JournalWriter`."""
+
+    def handled(self, now: float, event: Event, commands: Sequence[Command]) -> None:
+        """An event and the commands that answered it."""
+
+    def close(self, reason: str) -> None:
+        """The run has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The figures, and the audit behind their verdict."""
+
+    summary: Summary
+    audit: AuditReport
+
+
+def settings_of(scenario: Scenario, paradigm: ParadigmName) -> Settings:
+    """What the core is told in this scenario; a journal begins with it."""
+    return scenario.setup(paradigm).settings
+
+
+def simulate(
+    scenario: Scenario,
+    paradigm: ParadigmName,
+    *,
+    observers: Sequence[Observer] = (),
+    recorder: Recorder | None = None,
+    journal: Journal | None = None,
+    progress: Progress | None = None,
+) -> Result:
+    """Run until version `scenario.steps` is published, or the core halts."""
+    setup = scenario.setup(paradigm)
+    started = time.perf_counter()
+    orchestrator = Orchestrator(setup.settings)
+    world = World(
+        orchestrator,
+        setup.params,
+        setup.sampler(),
+        setup.seed,
+        group_size=setup.settings.group_size,
+        recorder=recorder,
+    )
+    audit = Audit(setup.settings)
+    collector = Collector(
+        setup.settings.group_size, setup.warmup_steps, lambda: _read(world, orchestrator)
+    )
+    world.observe(audit.observe)
+    world.observe(collector.observe)
+    if journal is not None:
+        world.observe(journal.handled)
+    for observer in observers:
+        world.observe(observer)
+    world.observe(lambda now, event, commands: _stop_after(world, event, setup.steps))
+    outcome = world.run(progress=progress)
+    if journal is not None:
+        journal.close(outcome.reason)
+    report = audit.report()
+    wall_s = time.perf_counter() - started
+    summary = collector.summary(report, ok=outcome.ok, end=outcome.reason, wall_s=wall_s)
+    return Result(summary, report)
+
+
+def _stop_after(world: World, event: Event, steps: int) -> None:
+    """End the run with the last step's publication: work that goes on is left outstanding."""
+    if isinstance(event, WeightsPublished) and event.version >= steps and world.halted is None:
+        world.halted = Halt(True, f"{steps} steps trained")
+
+
+def _read(world: World, orchestrator: Orchestrator) -> Reading:
+    usage, facts, trainer = world.usage.read(world.now), world.facts, orchestrator.state.trainer
+    return Reading(
+        usage.slots_s,
+        usage.busy_s,
+        trainer.stalls,
+        trainer.stalled_s,
+        facts.migrated,
+        facts.kv_bytes_moved,
+        facts.reprefilled_tokens,
+    )

@@ -1,0 +1,347 @@
+"""The virtual world: it hands events to the core and performs what the core commands.
+
+    commands = orchestrator.handle(now, event)
+
+Everything of one instant is done before time goes on: events are handed over in the order
+in which they came, every command is performed, then the engines that were touched are settled.
+Observers see each event with its commands. The world checks what it is told and raises
+`WorldError` on what no real engine could do; it takes no decision of its own. A run is a pure
+function of orchestrator, parameters, sampler and seed.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from dora_rl.core import commands as cmd
+from dora_rl.core.commands import Command
+from dora_rl.core.errors import UserError
+from dora_rl.core.events import Event, InstanceJoined, TimerFired, WeightsPublished
+from dora_rl.simulator.clock import Clock
+from dora_rl.simulator.engine import Surroundings
+from dora_rl.simulator.errors import WorldError
+from dora_rl.simulator.faults import Faults
+from dora_rl.simulator.fleet import Fleet
+from dora_rl.simulator.hosting import Hosting
+from dora_rl.simulator.instance import Instance
+from dora_rl.simulator.migrations import Migrations
+from dora_rl.simulator.network import Network
+from dora_rl.simulator.params import WorldParams
+from dora_rl.simulator.placing import Placing, Shapes
+from dora_rl.simulator.runs import KEPT, Job, Run
+from dora_rl.simulator.services import Services
+from dora_rl.simulator.trainer import Store, Trainer, digest_of
+from dora_rl.simulator.usage import Facts, Recorder, Usage, UsageReading
+from dora_rl.simulator.workload import Sampler
+
+Observer = Callable[[float, Event, Sequence[Command]], None]
+Progress = Callable[[float, int], None]
+
+# Progress is also shown between train steps, after so many actions of the clock.
+PROGRESS_EVERY = 1 << 15
+
+
+class Decider(Protocol):
+    """The core, as the world sees it."""
+
+    def handle(self, now: float, event: Event) -> list[Command]:
+        """Take one event in; say what is to be done."""
+
+
+class Outcome(NamedTuple):
+    """How a run ended: by the core's `Halt`, or because the caller wanted no more."""
+
+    ok: bool
+    reason: str
+    now: float
+    steps: int
+
+
+class World:
+    """One simulated run. `facts`, `usage`, `faults.log` and `outcome` tell what happened."""
+
+    def __init__(
+        self,
+        orchestrator: Decider,
+        params: WorldParams,
+        sampler: Shapes,
+        seed: int,
+        *,
+        group_size: int,
+        recorder: Recorder | None = None,
+        steady_version: int | None = None,
+    ) -> None:
+        self.params = params
+        self.clock = Clock()
+        self.faults = Faults(params.faults, seed)
+        self.jobs: dict[int, Job] = {}
+        self.store = Store()
+        self.steady_start: UsageReading | None = None  # at the publication of `steady_version`
+        self.halted: cmd.Halt | None = None
+        self._handle = orchestrator.handle
+        self._observers: list[Observer] = []
+        self._inbox: deque[Event] = deque()
+        self._steady_version = steady_version
+        self._timer = 0
+        self._begun = False
+        self._suspended = False
+        self._disowned: set[int] = set()  # fences that the core has given up; kept under faults
+
+        costs = params.costs()
+        if isinstance(sampler, Sampler):
+            _check_fits(sampler.workload.longest_tokens, costs.kv_capacity_tokens)
+        self._around = around = Surroundings(self.clock, costs, recorder)
+        if params.faults.endless_environment:
+            around.hangs = self._environment_hangs
+        self.network = Network(self.clock, self.faults, self._inbox.append)
+        self.fleet = Fleet(around, params, self.faults, self.network, self._on_death)
+        self.instances = self.fleet.instances
+        self._migrations = Migrations(
+            around, params, self.instances, self.faults, leases=self.network.faulty
+        )
+        self._placing = Placing(
+            around, sampler, group_size, self.jobs, remember=params.faults.any_message
+        )
+        self._hosting = Hosting(
+            around, self.store, self.faults, self._disowned, params.carry_reprefill
+        )
+        self.trainer = Trainer(
+            around,
+            params,
+            group_size,
+            self.jobs,
+            self.store,
+            self.faults,
+            self.network.report,
+            self.fleet.take_devices,
+        )
+        self._services = Services(
+            self.clock, params, seed, self.jobs, self.faults, self.network.report
+        )
+        self._perform = self._performers()
+
+    # For whoever listens
+
+    @property
+    def now(self) -> float:
+        return self.clock.now
+
+    @property
+    def usage(self) -> Usage:
+        """Integrals of slot time; read it at both ends of a window."""
+        return self._around.usage
+
+    @property
+    def facts(self) -> Facts:
+        """Counters of what was done."""
+        return self._around.facts
+
+    def observe(self, observer: Observer) -> None:
+        """Call `observer(now, event, commands)` for every event."""
+        self._observers.append(observer)
+
+    def steady_usage(self) -> UsageReading:
+        """Slot time since the steady window began (or since the start, if it never did)."""
+        reading = self.usage.read(self.now)
+        return reading if self.steady_start is None else reading.since(self.steady_start)
+
+    # The loop
+
+    def run(
+        self,
+        until_steps: int | None = None,
+        until_s: float | None = None,
+        progress: Progress | None = None,
+    ) -> Outcome:
+        """Go on until the core halts, `until_steps` are trained, or `until_s` is reached."""
+        if not self._begun:
+            self._begun = True
+            self._inbox.append(WeightsPublished(0, digest_of(0)))
+            self.fleet.begin()
+        clock, trainer = self.clock, self.trainer
+        shown, actions = trainer.steps, 0
+        while True:
+            self._finish_instant()
+            if self.halted is not None:
+                return self._outcome(self.halted.ok, self.halted.reason)
+            if progress is not None and (trainer.steps != shown or actions >= PROGRESS_EVERY):
+                shown, actions = trainer.steps, 0
+                progress(clock.now, shown)
+            if until_steps is not None and trainer.steps >= until_steps:
+                return self._outcome(True, f"{trainer.steps} steps trained")
+            time = clock.next_time()
+            if time is None:
+                raise WorldError("nothing is left to happen, and the core has not halted")
+            if until_s is not None and time > until_s:
+                clock.now = until_s
+                return self._outcome(True, f"{until_s} s passed")
+            actions += 1
+            clock.step()
+
+    def _finish_instant(self) -> None:
+        inbox, dirty = self._inbox, self._around.dirty
+        while True:
+            while inbox:
+                self._hand_over(inbox.popleft())
+                if self.halted is not None:
+                    return
+            if not dirty:
+                return
+            touched = dirty[:]
+            dirty.clear()
+            for engine in touched:
+                engine.settle()
+
+    def _hand_over(self, event: Event) -> None:
+        now = self.clock.now
+        kind = type(event)
+        if kind is InstanceJoined or kind is WeightsPublished:
+            self._note(event)
+        commands = self._handle(now, event)
+        for observer in self._observers:
+            observer(now, event, commands)
+        perform = self._perform
+        for command in commands:
+            perform[type(command)](command)
+
+    def _note(self, event: Event) -> None:
+        if isinstance(event, InstanceJoined):
+            instance = self.instances[event.instance]
+            instance.known = max(instance.known, event.incarnation)
+        elif isinstance(event, WeightsPublished):
+            wanted = self._steady_version
+            if wanted is not None and event.version >= wanted and self.steady_start is None:
+                self.steady_start = self.usage.read(self.now)
+
+    def _outcome(self, ok: bool, reason: str) -> Outcome:
+        return Outcome(ok, reason, self.clock.now, self.trainer.steps)
+
+    # Commands, each to whoever performs it
+
+    def _performers(self) -> dict[type, Callable[[Any], None]]:
+        send, services, trainer = self.network.send, self._services, self.trainer
+        return {
+            cmd.FetchPrompts: lambda c: send("services", services.fetch, c),
+            cmd.Start: self._start,
+            cmd.Cancel: self._cancel,
+            cmd.Install: lambda c: self._to_process(c, self._hosting.install),
+            cmd.Evict: lambda c: self._to_process(c, self._hosting.evict),
+            cmd.Reserve: self._reserve,
+            cmd.Transfer: self._transfer,
+            cmd.Release: self._release,
+            cmd.AbortMigration: self._abort,
+            cmd.Park: lambda c: self._to_process(c, self._placing.park),
+            cmd.Unpark: lambda c: self._to_process(c, self._placing.unpark),
+            cmd.Score: lambda c: send("services", services.score, c),
+            cmd.Judge: lambda c: send("services", services.judge, c),
+            cmd.Train: lambda c: send("trainer", trainer.train, c),
+            cmd.Publish: lambda c: send("trainer", trainer.publish, c),
+            cmd.Delete: lambda c: self.store.delete(c, self.instances),
+            cmd.Suspend: lambda c: self._suspend(True),
+            cmd.Resume: lambda c: self._suspend(False),
+            cmd.Expel: self._expel,
+            cmd.Dismiss: self._dismiss,
+            cmd.SetTimer: self._set_timer,
+            cmd.Halt: self._halt,
+        }
+
+    def _to_process(self, command: Any, receive: Callable[[Instance, Any], None]) -> None:
+        instance = self.instances[command.instance]
+        self.network.send_to(instance, command.incarnation, receive, command)
+
+    def _start(self, command: cmd.Start) -> None:
+        instance = self.instances[command.instance]
+        self.network.send_to(instance, instance.known, self._placing.start, command)
+
+    def _cancel(self, command: cmd.Cancel) -> None:
+        instance = self.instances[command.instance]
+        if self.network.faulty:
+            self._disowned.add(command.fence)
+            # A copy that is arriving elsewhere is given up with it.
+            for migration in self._migrations.live.values():
+                for move in migration.moves:
+                    if move.fence == command.fence:
+                        self._disowned.add(move.new_fence)
+        self.network.send_to(instance, instance.known, self._placing.cancel, command)
+
+    def _reserve(self, command: cmd.Reserve) -> None:
+        target = self.instances[command.target]
+        self.network.send_to(target, target.known, self._migrations.reserve, command)
+
+    def _transfer(self, command: cmd.Transfer) -> None:
+        migration = self._migrations.live.get(command.migration)
+        if migration is not None:
+            source, incarnation = migration.source, migration.incarnations[0]
+            name = command.migration
+            self.network.send_to(source, incarnation, self._migrations.transfer, name)
+
+    def _release(self, command: cmd.Release) -> None:
+        migration = self._migrations.live.get(command.migration)
+        if migration is not None:
+            self._disowned.update(move.fence for move in migration.moves)
+            source, incarnation = migration.source, migration.incarnations[0]
+            name = command.migration
+            self.network.send_to(source, incarnation, self._migrations.release, name)
+
+    def _abort(self, command: cmd.AbortMigration) -> None:
+        name = command.migration
+        migration = self._migrations.live.get(name)
+        if migration is None:
+            self._migrations.forestall(name)
+            return
+        self._disowned.update(move.new_fence for move in migration.moves)
+        for instance, incarnation in zip(
+            (migration.source, migration.target), migration.incarnations, strict=True
+        ):
+            self.network.send_to(instance, incarnation, self._migrations.abort, name)
+
+    def _suspend(self, suspended: bool) -> None:
+        if suspended != self._suspended:
+            self._suspended = suspended
+            self.fleet.take_devices(suspended)
+
+    def _expel(self, command: cmd.Expel) -> None:
+        self._disown(command.instance, command.incarnation)
+        self._to_process(command, self.fleet.expel)
+
+    def _dismiss(self, command: cmd.Dismiss) -> None:
+        instance = self.instances[command.instance]
+        if instance.incarnation == command.incarnation:
+            for run in instance.runs.values():
+                if run.state != KEPT and run.fence not in self._disowned:
+                    raise WorldError(f"{command}, but trajectory {run.trajectory} is there")
+        self._disown(command.instance, command.incarnation)
+        self._to_process(command, self.fleet.dismiss)
+
+    def _disown(self, name: int, incarnation: int) -> None:
+        instance = self.instances[name]
+        instance.expelled = max(instance.expelled, incarnation)
+
+    def _set_timer(self, command: cmd.SetTimer) -> None:
+        self._timer += 1
+        self.clock.at(command.at, self._ring, self._timer)
+
+    def _ring(self, timer: int) -> None:
+        if timer == self._timer:
+            self._inbox.append(TimerFired())
+
+    def _halt(self, command: cmd.Halt) -> None:
+        self.halted = command
+
+    # What the parts ask back
+
+    def _on_death(self, instance: Instance) -> None:
+        self._migrations.lost(instance)
+
+    def _environment_hangs(self, run: Run) -> bool:
+        share = self.params.faults.endless_environment
+        subject = f"trajectory {run.trajectory}, turn {run.turn + 1}"
+        return self.faults.strikes(self.now, "endless_environment", share, subject)
+
+
+def _check_fits(longest: int, capacity: int) -> None:
+    if longest >= capacity:
+        raise UserError(
+            f"the longest trajectory must fit into one instance's KV memory ({capacity} tokens): "
+            f"`{longest}` tokens. Raise devices_per_instance, or shorten the workload."
+        )
