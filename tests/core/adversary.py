@@ -66,6 +66,7 @@ class Adversary:
         self.migrations: dict[int, cm.Reserve] = {}
         self.log: list[tuple[float, ev.Event, list[cm.Command]]] = []
         self.trained: list[cm.Train] = []
+        self.failed: dict[int, str] = {}
         self.halted: cm.Halt | None = None
         self.deleted: set[int] = set()
 
@@ -116,7 +117,9 @@ class Adversary:
         ]
         if not running:
             return
-        name, trajectory = running[pick % len(running)]
+        self.act(*running[pick % len(running)], what)
+
+    def act(self, name: int, trajectory: int, what: str) -> None:
         engine = self.engines[name]
         run = engine.running[trajectory]
         fence, tokens = run.fence, run.tokens
@@ -255,6 +258,9 @@ class Adversary:
     def _on_Judge(self, c: cm.Judge) -> None:
         reason = "no signal" if c.group % 7 == 3 else None
         self.pool.append(ev.GroupJudged(c.group, reason))
+
+    def _on_Fail(self, c: cm.Fail) -> None:
+        self.failed[c.trajectory] = c.reason
 
     def _on_Train(self, c: cm.Train) -> None:
         self.trained.append(c)

@@ -131,21 +131,16 @@ class Meter:
         self.steps += kind is WeightsPublished
         return kind
 
-    def warm_up(self) -> int:
-        """Bring the world to steady state and to the beginning of a step.
-
-        Returns the number of events of the last step.
-        """
+    def warm_up(self) -> None:
+        """Bring the world to steady state and to the beginning of a step."""
         slots = self.world.instances * SLOTS
-        busy = last = 0
-        for number in range(_GIVE_UP * slots):
+        busy = 0
+        for _ in range(_GIVE_UP * slots):
             published = self.one() is WeightsPublished
             busy = max(busy, len(self.world.runs))
             if published and self.steps > WARM_STEPS and busy == slots and self._versions() >= 2:
                 self._reset()
-                return number - last
-            if published:
-                last = number
+                return
         raise RuntimeError(f"{self.world.instances} instances never reached a steady state")
 
     def measure(self, events: int) -> bool:
@@ -178,9 +173,7 @@ class Meter:
             ),
             kinds={
                 kind.__name__: Kind(count, ns / count / 1e3, ns / total)
-                for kind, (count, ns) in sorted(
-                    self.by_kind.items(), key=lambda item: -item[1][1]
-                )
+                for kind, (count, ns) in sorted(self.by_kind.items(), key=lambda item: -item[1][1])
             },
         )
 
@@ -199,7 +192,7 @@ def measure(
         for size in sorted(check_sizes(sizes)):
             progress(f"warming up {size:,} instances")
             meters.append(Meter(size))
-            events = max(events, meters[-1].warm_up())
+            meters[-1].warm_up()
         waiting = list(meters)
         while waiting:
             done = min(len(meter.taken) for meter in meters)

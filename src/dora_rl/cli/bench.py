@@ -11,7 +11,7 @@ _EPILOG = """\b
 The world is a cheap driver in virtual time whose own cost is not counted: 4 slots on each
 instance, a batch that is as large as the fleet, lognormal lengths, a report of every instance
 each 10 s. Each size is warmed up until every slot is busy and two versions are live, and then
-measured over whole train steps: --events is rounded up to those of the largest size.
+measured over whole train steps, so --events is rounded up.
 
 \b
 Examples:

@@ -1,8 +1,8 @@
 """The inequality that bounds staleness without dropping anything (docs/staleness.md).
 
-Let the next step be s. Outstanding groups are schedulable if, for every step d >= s, those
-with deadline <= d number at most (d - s + 1) * B. Admission keeps it; `batching` keeps it
-from step to step.
+Let s be the next step whose batch is not chosen yet. The groups that wait for a step are
+schedulable if, for every d >= s, those with deadline <= d number at most (d - s + 1) * B.
+Admission keeps it; `batching` keeps it from step to step.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from dora_rl.core.types import Version
 
 
 def schedulable(
-    outstanding: Mapping[Version, int], version: Version, step: int, per_step: int, staleness: int
+    pending: Mapping[Version, int], version: Version, step: int, per_step: int, staleness: int
 ) -> int:
     """How many more groups may start on `version` so that all stay schedulable.
 
@@ -20,8 +20,8 @@ def schedulable(
     """
     room: int | None = None
     due = 0
-    for other in sorted({*outstanding, version}):
-        due += outstanding.get(other, 0)
+    for other in sorted({*pending, version}):
+        due += pending.get(other, 0)
         if other >= version:
             capacity = (other + staleness - step + 1) * per_step
             room = capacity - due if room is None else min(room, capacity - due)

@@ -21,7 +21,7 @@ def take_earliest(ready: Mapping[Version, int], size: int) -> dict[Version, int]
 
 
 def overdue(
-    outstanding: Mapping[Version, int],
+    pending: Mapping[Version, int],
     taken: Mapping[Version, int],
     step: int,
     per_step: int,
@@ -33,8 +33,8 @@ def overdue(
     <= d are taken: if that batch leaves too many behind, so does any other.
     """
     left = 0
-    for version in sorted(outstanding):
-        left += outstanding[version] - taken.get(version, 0)
+    for version in sorted(pending):
+        left += pending[version] - taken.get(version, 0)
         if left > (version + staleness - step) * per_step:
             return version
     return None

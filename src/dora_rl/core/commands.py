@@ -144,6 +144,14 @@ class Judge:
 
 
 @dataclass(frozen=True, slots=True)
+class Fail:
+    """The trajectory is terminal, `failed(reason)`: record it, free what is kept. No answer."""
+
+    trajectory: TrajectoryId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Train:
     """Take optimizer step `step` on these groups; answer with `BatchTrained` or `BatchFailed`."""
 
@@ -224,6 +232,7 @@ Command: TypeAlias = (
     | Unpark
     | Score
     | Judge
+    | Fail
     | Train
     | Publish
     | Delete

@@ -12,6 +12,7 @@ from dora_rl.core.admission import schedulable
 from dora_rl.core.batching import overdue, take_earliest
 from dora_rl.core.commands import (
     Delete,
+    Fail,
     FetchPrompts,
     Halt,
     Judge,
@@ -33,28 +34,42 @@ from dora_rl.core.types import BatchGroup, GroupState, TrajectoryState, Version
 
 def settle(state: State) -> None:
     """Perform every duty that the last event has given rise to."""
+    if state.quiet:
+        state.quiet = False
+    else:
+        _settle_instances(state)
+        train(state)
+        if not state.halted:
+            supplement(state)
+            if state.rebalance_now:
+                state.rebalance_now = False
+                rebalance(state)
+            place(state)
+            retire(state)
+            _watch_idle(state)
+    at = state.timers.rearm()
+    if at is not None and not state.halted:
+        state.emit(SetTimer(at))
+
+
+def _settle_instances(state: State) -> None:
+    """What the loss of an instance, or the end of a migration, leads to."""
     while state.failed_members or state.disturbed:
-        for trajectory, reason in state.failed_members[:]:
-            state.failed_members.remove((trajectory, reason))
-            if trajectory in state.ledger.trajectories:
-                fail(state, state.ledger.trajectories[trajectory], reason)
-        for name in sorted(state.disturbed):
-            state.disturbed.discard(name)
-            if name in state.fleet.instances:
-                hosting.emptied(state, state.fleet.instances[name])
-    train(state)
-    if not state.halted:
-        supplement(state)
-        if state.rebalance_now:
-            state.rebalance_now = False
-            rebalance(state)
-        place(state)
-        retire(state)
-        _watch_idle(state)
-        at = state.timers.rearm()
-        if at is not None:
-            state.emit(SetTimer(at))
-    state.unplaced.clear()
+        while state.failed_members:
+            name, reason = state.failed_members.pop()
+            trajectory = state.ledger.trajectories.get(name)
+            if trajectory is not None:
+                fail(state, trajectory, reason)
+        while state.disturbed:
+            instance = state.fleet.instances.get(_pop_first(state.disturbed))
+            if instance is not None:
+                hosting.emptied(state, instance)
+
+
+def _pop_first(names: set[int]) -> int:
+    first = min(names)
+    names.discard(first)
+    return first
 
 
 def halt(state: State, *, ok: bool, reason: str) -> None:
@@ -108,7 +123,7 @@ def _choose(state: State, size: int) -> dict[Version, int] | None:
         return _first_completed(state, size)
     taken = take_earliest({v: len(heap) for v, heap in ledger.ready.items()}, size)
     late = overdue(
-        ledger.outstanding,
+        ledger.pending,
         taken,
         state.trainer.step,
         state.settings.groups_per_step,
@@ -167,7 +182,9 @@ def admit(state: State, version: Version, wanted: int) -> int:
     ledger, settings, step = state.ledger, state.settings, state.trainer.step
     room = min(
         wanted,
-        schedulable(ledger.outstanding, version, step, settings.groups_per_step, state.staleness),
+        schedulable(
+            ledger.pending, version, state.next_step, settings.groups_per_step, state.staleness
+        ),
     )
     if settings.max_steps:
         useful = (settings.max_steps - step) * settings.groups_per_step
@@ -211,10 +228,13 @@ def send_fetch(state: State, count: int) -> None:
 
 def place(state: State) -> None:
     """Start waiting trajectories on the emptiest instances of their versions."""
+    if not state.unplaced:
+        return
     for version in sorted(state.unplaced):
         heap = state.ledger.waiting.get(version)
         if heap:
             _place_version(state, version, heap)
+    state.unplaced.clear()
 
 
 def _place_version(state: State, version: Version, heap: list[int]) -> None:
@@ -415,6 +435,7 @@ def fail(state: State, trajectory: Trajectory, reason: str) -> None:
     if group.state is not GroupState.OPEN:
         return
     state.ledger.fail(trajectory, reason)
+    state.emit(Fail(trajectory.id, reason))
     if state.settings.on_failed_member is OnFailedMember.FAIL_GROUP:
         for member in state.ledger.surviving(group.id):
             hosting.cancel(state, state.ledger.trajectories[member])
@@ -447,6 +468,8 @@ def end_group(
 ) -> None:
     """A group is terminal: it holds its version no longer."""
     if failed is not None:
+        for member in state.ledger.surviving(group.id):
+            state.emit(Fail(member, failed))
         state.ledger.fail_group(group, failed)
     elif filtered is not None:
         state.ledger.filter(group, filtered)

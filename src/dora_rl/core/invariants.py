@@ -102,12 +102,13 @@ def bounded_staleness(state: State) -> Iterator[str]:
     if not PARADIGMS[state.settings.paradigm].bounded:
         return
     step, bound, per_step = state.trainer.step, state.staleness, state.settings.groups_per_step
+    free = step + (state.trainer.phase is TrainerPhase.TRAINING)  # that step's batch is full
     due = 0
-    by_version = Counter(g.version for g in state.ledger.groups.values())
+    by_version = Counter(g.version for g in state.ledger.groups.values() if g.state != _G.TRAINING)
     for version in sorted(by_version):
         due += by_version[version]
-        if due > (version + bound - step + 1) * per_step:
-            yield f"C3: {due} groups are due by step {version + bound}, the next is {step}"
+        if due > (version + bound - free + 1) * per_step:
+            yield f"C3: {due} groups are due by step {version + bound}, the next is {free}"
     for name in state.trainer.batch:
         group = state.ledger.groups.get(name)
         if group is not None and step - group.version > bound:
@@ -207,7 +208,7 @@ def indexes(state: State) -> Iterator[str]:
     kept = state.ledger
     fresh = Ledger(kept.group_size, groups=kept.groups, trajectories=kept.trajectories)
     fresh.rebuild()
-    for name in ("outstanding", "work", "demand", "num_ready", "num_waiting", "num_parked"):
+    for name in ("pending", "work", "demand", "num_ready", "num_waiting", "num_parked"):
         if getattr(kept, name) != getattr(fresh, name):
             yield f"index {name} is {getattr(kept, name)}, not {getattr(fresh, name)}"
     for version, heap in fresh.waiting.items():

@@ -72,7 +72,8 @@ class Ledger:
     filtered: Counter[str] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)
 
-    outstanding: dict[Version, int] = field(default_factory=dict, metadata=DERIVED)
+    pending: dict[Version, int] = field(default_factory=dict, metadata=DERIVED)
+    """Outstanding groups that are not in the batch that trains now: later steps consume them."""
     ready: dict[Version, list[tuple[int, GroupId]]] = field(
         default_factory=dict, metadata=DERIVED
     )  # heaps in order of completion
@@ -86,7 +87,8 @@ class Ledger:
     def rebuild(self) -> None:
         """Derive the indexes from the records."""
         for group in self.groups.values():
-            self.outstanding[group.version] = self.outstanding.get(group.version, 0) + 1
+            if group.state is not _G.TRAINING:
+                self._count_pending(group.version, 1)
             if group.state is _G.READY:
                 self._push_ready(group)
         for trajectory in self.trajectories.values():
@@ -123,7 +125,7 @@ class Ledger:
         group = Group(self.issued, version, unscored=self.group_size)
         self.issued += 1
         self.groups[group.id] = group
-        self.outstanding[version] = self.outstanding.get(version, 0) + 1
+        self._count_pending(version, 1)
         for member in self.members(group.id):
             trajectory = Trajectory(member, group.id, version)
             self.trajectories[member] = trajectory
@@ -156,6 +158,7 @@ class Ledger:
             del self.ready[version]
         group = self.groups[first]
         self._move_group(group, _G.TRAINING)
+        self._count_pending(version, -1)
         return group
 
     def train(self, group: Group) -> None:
@@ -249,11 +252,15 @@ class Ledger:
         for member in self.members(group.id):
             del self.trajectories[member]
         del self.groups[group.id]
-        left = self.outstanding[group.version] - 1
+        if group.state is not _G.TRAINED:
+            self._count_pending(group.version, -1)
+
+    def _count_pending(self, version: Version, change: int) -> None:
+        left = self.pending.get(version, 0) + change
         if left:
-            self.outstanding[group.version] = left
+            self.pending[version] = left
         else:
-            del self.outstanding[group.version]
+            del self.pending[version]
 
     def _move(self, trajectory: Trajectory, new: TrajectoryState) -> None:
         old = trajectory.state

@@ -105,6 +105,7 @@ class Planner:
         self.turn_ends = turn_ends
         self.plan = Plan()
         self.changed: set[InstanceId] = set()
+        self.load = {i.id: i.load for i in self.instances}  # as it will be
         self.hosts: dict[Version, dict[InstanceId, Instance]] = {}
         for instance in self.instances:
             for version in {*instance.hosts, instance.incoming} - {instance.outgoing, None}:
@@ -121,7 +122,11 @@ class Planner:
             unmet = demand.waiting - self._free_slots(demand.version)
             while wanted > 0 and spare:
                 instance, outgoing = spare.pop()
-                if instance.id in self.changed or demand.version in instance.hosts:
+                if (
+                    instance.id in self.changed
+                    or demand.version in instance.hosts
+                    or not self._can_lose(outgoing, targets)
+                ):
                     continue
                 self._convert(instance, demand.version, outgoing)
                 wanted -= 1
@@ -158,14 +163,19 @@ class Planner:
                 spare.append((0, -instance.id, instance, None))
                 continue
             for version in sorted(instance.hosts):
-                unneeded = version not in self.demands
-                if instance.has_work(version):
-                    continue
-                if unneeded or len(self.hosts[version]) > targets.get(version, 0):
-                    spare.append((unneeded, -instance.id, instance, version))
+                if not instance.has_work(version) and self._can_lose(version, targets):
+                    spare.append((version not in self.demands, -instance.id, instance, version))
                     break
         spare.sort(key=lambda entry: entry[:2])
         return [entry[2:] for entry in spare]
+
+    def _can_lose(self, version: Version | None, targets: Mapping[Version, int]) -> bool:
+        """Whether one host fewer leaves a version its share."""
+        return (
+            version not in self.demands
+            or version is None
+            or len(self.hosts[version]) > targets[version]
+        )
 
     def _free_slots(self, version: Version) -> int:
         return sum(i.free for i in self.hosts.get(version, {}).values())
@@ -191,9 +201,13 @@ class Planner:
             donors, keepers = hosts[:surplus], hosts[surplus:]
             if not keepers:
                 keepers.append(donors.pop())
-            room = [(i.load, i.id, i) for i in keepers if i.open_for(donor_version)]
+            room = [
+                (self.load[i.id], i.id, i)
+                for i in keepers
+                if i.open_for(donor_version) and self.load[i.id] < i.slots
+            ]
             heapq.heapify(room)
-            left = sum(i.free for _, _, i in room)
+            left = sum(i.slots - load for load, _, i in room)
             for donor in donors:
                 moved = donor.residents.get(donor_version, ())
                 if len(moved) > left or donor.reserved.get(donor_version):
@@ -232,6 +246,7 @@ class Planner:
         while at < len(moved):
             load, _, keeper = heapq.heappop(room)
             count = min(keeper.slots - load, len(moved) - at)
+            self.load[keeper.id] = load + count
             part = tuple(moved[at : at + count])
             self.plan.shifts.append(Shift(donor.id, keeper.id, version, part))
             at += count
@@ -280,7 +295,10 @@ def even_out(hosts: list[Instance], version: Version) -> list[Shift]:
         return []
     even = sum(i.load for i in hosts) / len(hosts)
     # The margin keeps a host that is nearly even from giving what would come back next time.
-    takers = [[i.id, int(even - i.load)] for i in sorted(hosts, key=lambda i: (i.load, i.id))]
+    takers = [
+        [i.id, int(min(even, i.slots) - i.load)]
+        for i in sorted(hosts, key=lambda i: (i.load - min(even, i.slots), i.id))
+    ]
     shifts: list[Shift] = []
     for source in sorted(hosts, key=lambda i: (-i.load, i.id)):
         give = min(int(source.load - even), len(source.residents.get(version, ())))

@@ -92,6 +92,8 @@ class State:
     """Waiting trajectories that are to end, and why."""
     lease_dropped: bool = field(default=False, metadata=DERIVED)
     rebalance_now: bool = field(default=False, metadata=DERIVED)
+    quiet: bool = field(default=False, metadata=DERIVED)
+    """The event gave rise to no duty."""
 
     @classmethod
     def fresh(cls, settings: Settings) -> "State":
@@ -113,6 +115,11 @@ class State:
     def staleness(self) -> int:
         """K as it applies: the paradigm's own, or the setting."""
         return self.paradigm.max_staleness(self.settings)
+
+    @property
+    def next_step(self) -> int:
+        """The next step whose batch is not chosen yet: the one that trains has no room left."""
+        return self.trainer.step + (self.trainer.phase is TrainerPhase.TRAINING)
 
     def rebalance_soon(self, delay_s: float = 1.0) -> None:
         """Ask for a rebalance; several changes at once share one."""

@@ -73,17 +73,14 @@ class Hosting:
         return True
 
     def _may_drop(self, instance: Instance, version: int) -> bool:
-        obstacles = [r for r in instance.using(version) if r.fence not in self._disowned]
+        using = [*instance.using(version), *instance.awaited(version)]
+        obstacles = [run for run in using if run.fence not in self._disowned]
         if obstacles:
             names = [(run.trajectory, run.fence) for run in obstacles[:5]]
             return refuse(
                 instance,
-                f"version {version} is dropped on instance {instance.id} under running work: "
-                f"(trajectory, fence) {names}",
-            )
-        if instance.expecting.get(version):
-            return refuse(
-                instance, f"version {version} is dropped on instance {instance.id}, a target of it"
+                f"version {version} is dropped on instance {instance.id} under work that runs "
+                f"there or moves there: (trajectory, fence) {names}",
             )
         return True
 

@@ -23,6 +23,14 @@ class Loading(NamedTuple):
     start: float
 
 
+class Arrival(NamedTuple):
+    """A migration on its way here."""
+
+    version: int
+    source: "Instance"
+    fences: tuple[int, ...]  # at the source
+
+
 class Instance(Engine):
     """A replica; `incarnation` counts the starts of its process."""
 
@@ -57,7 +65,7 @@ class Instance(Engine):
         self.versions: dict[int, str] = {}  # version -> digest of the weights in memory
         self.installing: dict[int, Loading] = {}
         self.successors: dict[int, int] = {}  # version -> the one that took its work over
-        self.expecting: dict[int, int] = {}  # version -> migrations on their way here
+        self.expecting: dict[int, Arrival] = {}  # by migration
         self.leaving = False
         self.saved_at = self._clock.now
         self.told = False  # it has received a command
@@ -132,6 +140,15 @@ class Instance(Engine):
         return version in self.versions and all(
             loading.evict != version or loading.carry for loading in self.installing.values()
         )
+
+    def awaited(self, version: int) -> list[Run]:
+        """Runs elsewhere that are to come here and go on under a version."""
+        return [
+            arrival.source.runs[fence]
+            for arrival in self.expecting.values()
+            for fence in arrival.fences
+            if arrival.version == version and fence in arrival.source.runs
+        ]
 
     def using(self, version: int) -> list[Run]:
         """Runs that could not go on here without a version. Parked ones could wait."""

@@ -20,7 +20,7 @@ from dora_rl.simulator.engine import Surroundings
 from dora_rl.simulator.errors import WorldError
 from dora_rl.simulator.faults import Faults
 from dora_rl.simulator.hosting import refuse
-from dora_rl.simulator.instance import Instance
+from dora_rl.simulator.instance import Arrival, Instance
 from dora_rl.simulator.params import WorldParams
 from dora_rl.simulator.runs import AWAITED, FROZEN, KEPT, PARKED, PAUSED, RUNNING, Run
 from dora_rl.simulator.usage import Span
@@ -145,19 +145,20 @@ class Migrations:
 
     def _hold_room(self, migration: Migration) -> None:
         migration.holds_room = True
-        target, version = migration.target, migration.version
+        target = migration.target
         target.reserved_slots += migration.slots
         target.reserved_kv += migration.kv
-        target.expecting[version] = target.expecting.get(version, 0) + 1
+        fences = tuple(move.fence for move in migration.moves)
+        target.expecting[migration.id] = Arrival(migration.version, migration.source, fences)
         target.touch()
 
     def _free_room(self, migration: Migration) -> None:
-        target, version = migration.target, migration.version
+        target = migration.target
         if migration.holds_room and migration.target_lives:
             migration.holds_room = False
             target.reserved_slots -= migration.slots
             target.reserved_kv -= migration.kv
-            target.expecting[version] -= 1
+            target.expecting.pop(migration.id, None)
             target.touch()
 
     def _reserved(self, migration: Migration) -> None:
@@ -225,6 +226,9 @@ class Migrations:
         if self._strikes(migration):
             self._fail(migration, "transfer_failed")
             return
+        if not migration.target.serves(migration.version):  # only if the core gave it up before
+            self._fail(migration, "version_gone")
+            return
         migration.state = DONE
         self._free_room(migration)
         for run, fence in migration.cut:
@@ -279,9 +283,14 @@ class Migrations:
             if run.state == KEPT:
                 source.remove(run)
 
-    def forestall(self, name: int) -> None:
-        """The core has given a migration up: a reserve that is still on its way is void."""
-        self._answers.setdefault(name, None)
+    def given_up(self, name: int) -> Migration | None:
+        """The core aborts a migration, whether or not anybody will hear of it."""
+        migration = self.live.get(name)
+        if migration is None:
+            self._answers.setdefault(name, None)  # a reserve that is still on its way is void
+        else:
+            migration.target.expecting.pop(name, None)
+        return migration
 
     def abort(self, instance: Instance, name: int) -> None:
         """One side hears of the end: the target forgets, the source goes on."""

@@ -37,6 +37,9 @@ from dora_rl.simulator.workload import Sampler
 Observer = Callable[[float, Event, Sequence[Command]], None]
 Progress = Callable[[float, int], None]
 
+# A core that wants its timer at once, over and over, would stop time for ever.
+RINGS_PER_INSTANT = 10_000
+
 # Progress is also shown between train steps, after so many actions of the clock.
 PROGRESS_EVERY = 1 << 15
 
@@ -83,6 +86,8 @@ class World:
         self._inbox: deque[Event] = deque()
         self._steady_version = steady_version
         self._timer = 0
+        self._rang_at = 0.0
+        self._rings = 0
         self._begun = False
         self._suspended = False
         self._disowned: set[int] = set()  # fences that the core has given up; kept under faults
@@ -234,6 +239,7 @@ class World:
             cmd.Unpark: lambda c: self._to_process(c, self._placing.unpark),
             cmd.Score: lambda c: send("services", services.score, c),
             cmd.Judge: lambda c: send("services", services.judge, c),
+            cmd.Fail: self._fail,
             cmd.Train: lambda c: send("trainer", trainer.train, c),
             cmd.Publish: lambda c: send("trainer", trainer.publish, c),
             cmd.Delete: lambda c: self.store.delete(c, self.instances),
@@ -285,9 +291,8 @@ class World:
 
     def _abort(self, command: cmd.AbortMigration) -> None:
         name = command.migration
-        migration = self._migrations.live.get(name)
+        migration = self._migrations.given_up(name)
         if migration is None:
-            self._migrations.forestall(name)
             return
         self._disowned.update(move.new_fence for move in migration.moves)
         for instance, incarnation in zip(
@@ -317,13 +322,22 @@ class World:
         instance = self.instances[name]
         instance.expelled = max(instance.expelled, incarnation)
 
+    def _fail(self, command: cmd.Fail) -> None:
+        self.jobs.pop(command.trajectory, None)
+
     def _set_timer(self, command: cmd.SetTimer) -> None:
         self._timer += 1
         self.clock.at(command.at, self._ring, self._timer)
 
     def _ring(self, timer: int) -> None:
-        if timer == self._timer:
-            self._inbox.append(TimerFired())
+        if timer != self._timer:
+            return
+        if self._rang_at != self.clock.now:
+            self._rang_at, self._rings = self.clock.now, 0
+        self._rings += 1
+        if self._rings > RINGS_PER_INSTANT:
+            raise WorldError(f"the core sets its timer to {self.clock.now}, which is now, for ever")
+        self._inbox.append(TimerFired())
 
     def _halt(self, command: cmd.Halt) -> None:
         self.halted = command

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dora_rl.core import commands as c
 from dora_rl.core import events as e
-from dora_rl.core.audit.records import End, Group, GroupStage, Member
+from dora_rl.core.audit.records import OVER, READY, TRAINING, End, Group, Member
 from dora_rl.core.audit.report import Breaches, Promise
 from dora_rl.core.audit.work import Work
 from dora_rl.core.paradigms import PARADIGMS
@@ -18,11 +18,7 @@ from dora_rl.core.types import BatchGroup
 
 def _in_batch(group: Group) -> Iterator[Member]:
     """The members that go into the batch."""
-    size = len(group.members)
-    for trajectory in group.true_members:
-        member = group.members[trajectory % size]
-        if member is not None:
-            yield member
+    return (member for member in group.members if member is not None and member.stage != OVER)
 
 
 class Batches:
@@ -50,7 +46,7 @@ class Batches:
         for entry in command.groups:
             group = self._accept(command.step, entry)
             if group is not None:
-                group.stage = GroupStage.TRAINING
+                group.stage = TRAINING
                 self._check_staleness(command.step, group)
         if self._bounded:
             self._check_overtaken(command.step)
@@ -68,22 +64,18 @@ class Batches:
             else:
                 self._breaches.add(Promise.NOTHING_LOST, f"{what} is {end.name.lower()} already")
             return None
-        if group.stage is GroupStage.TRAINING:
+        if group.stage == TRAINING:
             self._once(f"{what} is in the batch twice")
             return None
-        if group.stage is not GroupStage.READY:
+        if group.stage != READY:
             self._breaches.add(Promise.FENCING, f"{what} was not judged")
         if self._pins_version and entry.version != group.version:
             self._breaches.add(
                 Promise.ONE_VERSION,
                 f"{what} is stamped {entry.version}, but was started on {group.version}",
             )
-        if entry.trajectories != group.true_members:
-            missing = set(group.true_members) - set(entry.trajectories)
-            promise = Promise.NOTHING_LOST if missing else Promise.FENCING
-            self._breaches.add(promise, f"{what} holds other members than were judged")
-            group.true_members = entry.trajectories
-        return group
+        self._work.check_members(group, entry.trajectories)
+        return group if group.left else None
 
     def _check_staleness(self, step: int, group: Group) -> None:
         oldest = min((member.oldest for member in _in_batch(group)), default=group.version)
@@ -97,13 +89,15 @@ class Batches:
 
     def _check_overtaken(self, step: int) -> None:
         """No group whose deadline has come may be left behind: it would age, or is lost."""
-        due = [v for v in self._work.by_version if v + self.max_staleness <= step]
-        for version in due:
-            for group in self._work.settle(version):
-                if group.stage is not GroupStage.TRAINING:
+        work = self._work
+        for version, groups in work.by_version.items():
+            if version + self.max_staleness > step:
+                continue
+            for number in groups:
+                if work.groups[number].stage != TRAINING:
                     self._breaches.add(
                         Promise.STALENESS,
-                        f"Train of step {step} overtakes group {group.id} of version {version}",
+                        f"Train of step {step} overtakes group {number} of version {version}",
                     )
 
     def trained(self, event: e.BatchTrained) -> None:
@@ -115,12 +109,13 @@ class Batches:
         work = self._work
         for entry in batch.groups:
             group = work.groups.get(entry.group)
-            if group is None or group.stage is not GroupStage.TRAINING:
+            if group is None or group.stage != TRAINING:
                 continue
             for member in _in_batch(group):
                 self.staleness[batch.step - member.oldest] += 1
                 self.trained_lengths[member.tokens] += 1
                 work.mixed_trained += member.mixed
+            work.trained += group.left
             work.close(group, End.TRAINED)
 
     def failed(self, event: e.BatchFailed) -> None:
@@ -130,8 +125,8 @@ class Batches:
         self._batch = None
         for entry in batch.groups:
             group = self._work.groups.get(entry.group)
-            if group is not None and group.stage is GroupStage.TRAINING:
-                group.stage = GroupStage.READY
+            if group is not None and group.stage == TRAINING:
+                group.stage = READY
 
     def _once(self, what: str) -> None:
         self._breaches.add(Promise.TRAINED_ONCE, what)

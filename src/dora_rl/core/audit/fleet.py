@@ -9,7 +9,7 @@ from collections import Counter
 from dora_rl.core import commands as c
 from dora_rl.core import events as e
 from dora_rl.core.audit.report import Breaches, Promise
-from dora_rl.core.types import InstanceId, MigrationId, TrajectoryId, Version
+from dora_rl.core.types import InstanceId, Length, MigrationId, TrajectoryId, Version
 
 # What an instance has of a version. Plain integers: they are compared for every start.
 UNVERIFIED = 0  # asked for, or installed with the wrong digest
@@ -20,7 +20,17 @@ GOING = 2  # an eviction was asked for and not confirmed
 class Host:
     """One incarnation of an instance; a new incarnation is a new host."""
 
-    __slots__ = ("alive", "arriving", "holds", "incarnation", "instance", "replaces", "work")
+    __slots__ = (
+        "alive",
+        "arriving",
+        "heard_at",
+        "holds",
+        "incarnation",
+        "instance",
+        "lengths",
+        "replaces",
+        "work",
+    )
 
     def __init__(self, instance: InstanceId, incarnation: int) -> None:
         self.instance = instance
@@ -30,6 +40,8 @@ class Host:
         self.replaces: dict[Version, Version | None] = {}  # by each install under way
         self.work: set[TrajectoryId] = set()
         self.arriving: dict[MigrationId, Version] = {}  # migrations that end here
+        self.heard_at = 0.0  # the time of its last report, and who had advanced by then
+        self.lengths: tuple[Length, ...] = ()
 
 
 class Fleet:
@@ -63,8 +75,15 @@ class Fleet:
         self.hosts[event.instance] = Host(event.instance, event.incarnation)
         return superseded
 
+    def progressed(self, event: e.InstanceProgressed) -> None:
+        host = self.hosts.get(event.instance)
+        if host is not None and host.incarnation == event.incarnation:
+            host.heard_at = self._breaches.now
+            host.lengths = event.lengths
+
     def end(self, host: Host) -> None:
         host.alive = False
+        host.lengths = ()
         for version in list(host.holds):
             self._drop(host, version)
 

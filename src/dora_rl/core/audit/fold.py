@@ -32,11 +32,11 @@ class Audit:
         self._batches = batches = Batches(settings, work, self._breaches)
         self._on_event: dict[type, Callable[[Any], object]] = {
             e.InstanceJoined: self._joined,
+            e.InstanceProgressed: fleet.progressed,
             e.InstanceFailed: self._gone,
             e.VersionInstalled: fleet.installed,
             e.InstallFailed: fleet.install_failed,
             e.VersionEvicted: fleet.evicted,
-            e.TrajectoryFinished: work.finish,
             e.TrajectoryFailed: work.failed_event,
             e.TrajectoriesParked: work.parked,
             e.TrajectoryScored: work.scored,
@@ -47,6 +47,11 @@ class Audit:
             e.WeightsPublished: fleet.published,
             e.VersionPinned: fleet.pinned,
             e.VersionUnpinned: fleet.unpinned,
+        }
+        # What these did depends on whether the core took them, which its answer shows.
+        self._on_answered: dict[type, Callable[[Any, Sequence[c.Command]], object]] = {
+            e.TrajectoryFinished: work.finish,
+            e.MigrationCompleted: moves.completed,
         }
         self._on_command: dict[type, Callable[[Any], object]] = {
             c.Start: work.start,
@@ -60,6 +65,7 @@ class Audit:
             c.Unpark: work.unpark,
             c.Score: work.score,
             c.Judge: work.judge,
+            c.Fail: work.fail,
             c.Train: batches.train,
             c.Publish: self._publish,
             c.Delete: self._delete,
@@ -70,15 +76,20 @@ class Audit:
 
     def observe(self, now: float, event: e.Event, commands: Sequence[c.Command]) -> None:
         """One handled event, and the commands that answered it."""
-        self._breaches.event += 1
-        self._breaches.now = now
+        breaches = self._breaches
+        breaches.event += 1
         if self._halted is not None:
             return  # the core has ended; nothing that comes changes what it did
-        handler = self._on_event.get(type(event))
+        if now > breaches.now:  # as for the core, time does not go back
+            breaches.now = now
+        kind = type(event)
+        handler = self._on_event.get(kind)
         if handler is not None:
             handler(event)
-        elif type(event) is e.MigrationCompleted:
-            self._moves.completed(event, commands)
+        else:
+            answered = self._on_answered.get(kind)
+            if answered is not None:
+                answered(event, commands)
         for command in commands:
             handler = self._on_command.get(type(command))
             if handler is not None:
@@ -92,8 +103,6 @@ class Audit:
     def report(self) -> AuditReport:
         """The verdict so far."""
         work = self._work
-        size = self._settings.group_size
-        silent = size * sum(map(work.may_be_over, work.groups.values()))  # failed without a word
         promised = {
             Promise.ONE_VERSION: self._paradigm.pins_version,
             Promise.STALENESS: self._paradigm.bounded,
@@ -107,10 +116,12 @@ class Audit:
             halted=self._halted,
             issued=work.issued,
             trained=work.trained,
-            filtered=work.filtered,
-            failed=work.failed + silent,
-            outstanding=len(work.groups) * size - silent,
+            filtered=work.filtered.total(),
+            failed=work.failed.total(),
+            outstanding=sum(group.left for group in work.groups.values()),
             lost=work.lost,
+            filtered_for=dict(work.filtered),
+            failed_for=dict(work.failed),
             finished=work.finished,
             mixed=work.mixed,
             mixed_trained=work.mixed_trained,
@@ -185,10 +196,10 @@ class Audit:
     def _delete(self, command: c.Delete) -> None:
         version = command.version
         if self._paradigm.pins_version:
-            for group in self._work.settle(version):
+            for group in self._work.by_version.get(version, ()):
                 self._breaches.add(
                     Promise.LEASES,
-                    f"Delete of version {version} while group {group.id} is outstanding on it",
+                    f"Delete of version {version} while group {group} is outstanding on it",
                 )
         self._fleet.delete(version)
 
@@ -196,9 +207,8 @@ class Audit:
         self._halted = ("done: " if command.ok else "failed: ") + command.reason
         if not command.ok:
             return
-        for version in list(self._work.by_version):
-            for group in self._work.settle(version):
-                self._breaches.add(
-                    Promise.NOTHING_LOST,
-                    f"the run is done, but group {group.id} of version {version} is outstanding",
-                )
+        for group in self._work.groups.values():
+            self._breaches.add(
+                Promise.NOTHING_LOST,
+                f"the run is done, but group {group.id} of version {group.version} is outstanding",
+            )

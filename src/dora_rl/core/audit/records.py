@@ -6,8 +6,7 @@ Plain slots: half a million of these are alive at once. No rules live here.
 from enum import IntEnum
 
 from dora_rl.core.audit.fleet import Host
-from dora_rl.core.audit.report import Promise
-from dora_rl.core.types import Fence, GroupId, MigrationId, Move, TrajectoryId, Version
+from dora_rl.core.types import Fence, GroupId, MigrationId, Move, Version
 
 # How far a trajectory is. Plain integers: they are compared for every event.
 WAITING = 0
@@ -16,14 +15,14 @@ PARKED = 2
 FINISHED = 3  # whole, by its current fence; nobody has asked to score it yet
 SCORING = 4  # accepted
 SCORED = 5
+OVER = 6  # failed, or lost; whoever is not over when its group ends, ends with it
 PLACED = (RUNNING, PARKED)
 
-
-class GroupStage(IntEnum):
-    OPEN = 0
-    JUDGING = 1
-    READY = 2
-    TRAINING = 3
+# How far a group is.
+OPEN = 0
+JUDGING = 1
+READY = 2
+TRAINING = 3
 
 
 class End(IntEnum):
@@ -52,11 +51,9 @@ class Migration:
 
 
 class Member:
-    """One trajectory of an outstanding group, once it has been started."""
+    """One trajectory of an outstanding group, once it has been started or has failed."""
 
     __slots__ = (
-        "asked_at",
-        "bad",
         "failures",
         "fence",
         "host",
@@ -64,6 +61,7 @@ class Member:
         "mixed",
         "moving",
         "oldest",
+        "since",
         "stage",
         "tokens",
     )
@@ -73,36 +71,25 @@ class Member:
         self.fence: Fence = 0
         self.host: Host | None = None
         self.moving: Migration | None = None
-        self.asked_at = 0.0  # when its score was last asked for
-        self.failures = 0  # at most these were charged to it
-        self.losses = 0
+        self.since = 0.0  # when it was last placed, or its score asked for
+        self.failures = 0  # attempts that failed or took too long
+        self.losses = 0  # instances that died under it
         self.tokens = 0
         self.oldest: Version = 0  # version of its oldest segment
         self.mixed = False
-        self.bad: tuple[Promise, str] | None = None  # what is wrong with its stamps
 
 
 class Group:
-    __slots__ = (
-        "asked_at",
-        "doubtful",
-        "id",
-        "judgements",
-        "members",
-        "stage",
-        "true_members",
-        "version",
-    )
+    __slots__ = ("asked_at", "id", "judgements", "left", "members", "stage", "version")
 
     def __init__(self, group: GroupId, version: Version, size: int) -> None:
         self.id = group
         self.version = version
         self.members: list[Member | None] = [None] * size
-        self.stage = GroupStage.OPEN
-        self.true_members: tuple[TrajectoryId, ...] = ()  # as sent to be judged
-        self.judgements = 0
-        self.asked_at = 0.0  # when its judgement was last asked for
-        self.doubtful = False  # the judgement came when it may have been given up
+        self.left = size  # members that are not over
+        self.stage = OPEN
+        self.judgements = 0  # asked for
+        self.asked_at = 0.0  # when, the last time
 
 
 class Ends:

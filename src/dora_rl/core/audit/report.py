@@ -31,7 +31,10 @@ class Promise(StrEnum):
 
 @dataclass(slots=True)
 class Breaches:
-    """Counts per promise, and the first examples. `where` is set by whoever reads the stream."""
+    """Counts per promise, and the first examples.
+
+    Whoever reads the stream sets where it is: the number of the event, and the time.
+    """
 
     event: int = 0
     now: float = 0.0
@@ -115,6 +118,8 @@ class AuditReport:
     failed: int
     outstanding: int
     lost: int
+    filtered_for: dict[str, int]
+    failed_for: dict[str, int]
     finished: int
     mixed: int
     mixed_trained: int
@@ -167,6 +172,9 @@ class AuditReport:
             f"{self.lengths.trained.p95:.0f} p95; of finished {self.lengths.finished.mean:.0f} "
             f"mean, {self.lengths.finished.p95:.0f} p95; KS {self.lengths.ks:.3f}",
         ]
+        for what, reasons in (("filtered", self.filtered_for), ("failed", self.failed_for)):
+            if reasons:
+                lines.append(f"  {what} for: {_named(reasons)}")
         if self.halted is not None:
             lines.append(f"  halted: {self.halted}")
         for check in self.checks:
@@ -209,6 +217,13 @@ def ks_statistic(one: Mapping[int, int], other: Mapping[int, int]) -> float:
         seen_other += other.get(value, 0)
         largest = max(largest, abs(seen_one / total_one - seen_other / total_other))
     return largest
+
+
+def _named(reasons: Mapping[str, int]) -> str:
+    """The most frequent reasons, with their counts."""
+    order = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
+    more = [f"{len(order) - EXAMPLES} more reasons"] if len(order) > EXAMPLES else []
+    return ", ".join([f"{reason} {count}" for reason, count in order[:EXAMPLES]] + more)
 
 
 def _quantile(histogram: Mapping[int, int], share: float) -> float:

@@ -73,6 +73,8 @@ def instance_progressed(state: State, event: InstanceProgressed) -> None:
     if not state.suspended and now - instance.checked_at >= state.settings.trajectory_timeout_s / 4:
         instance.checked_at = now
         _find_stuck(state, instance)
+    # Only what was found stuck, or a change of pressure, gives rise to more.
+    state.quiet = not state.out and not state.unplaced
 
 
 def _watch_pressure(state: State, instance: Instance, kv_tokens: int) -> None:

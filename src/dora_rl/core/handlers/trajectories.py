@@ -15,26 +15,30 @@ from dora_rl.core.handlers.common import absorb, placed_trajectory, refuse
 from dora_rl.core.ledger import Trajectory
 from dora_rl.core.state import State
 from dora_rl.core.timers import Wait
-from dora_rl.core.types import GroupState, TrajectoryState
+from dora_rl.core.types import Fence, GroupState, TrajectoryState
 
 _T = TrajectoryState
 
 
 def trajectory_finished(state: State, event: TrajectoryFinished) -> None:
-    if event.tokens != sum(s.tokens for s in event.segments) or not event.segments:
+    total = 0
+    for version, _, tokens in event.segments:
+        if tokens < 0 or not 0 <= version <= state.versions.newest:
+            refuse(event, "a segment has a version never published, or fewer than 0 tokens")
+        total += tokens
+    if event.tokens != total or not event.segments:
         refuse(event, "the segments do not add up to the trajectory")
-    if any(s.tokens < 0 or not 0 <= s.version <= state.versions.newest for s in event.segments):
-        refuse(event, "a segment names a version that was never published, or fewer than 0 tokens")
     trajectory = placed_trajectory(state, event, event.trajectory, event.fence, on_its_way=True)
     if trajectory is None:
         return
     if trajectory.state not in (_T.RUNNING, _T.PARKED):
         return absorb(state, "duplicate")
     if state.paradigm.pins_version:
-        digest = state.versions.live[trajectory.version].digest
-        if any(s.version != trajectory.version or s.digest != digest for s in event.segments):
-            _reject_mixed(state, trajectory)
-            return
+        expected = (trajectory.version, state.versions.live[trajectory.version].digest)
+        for segment in event.segments:
+            if segment[:2] != expected:
+                _reject_mixed(state, trajectory, event.fence)
+                return
     if trajectory.fence != event.fence:  # finished at the target before the commit was heard of
         hosting.cancel(state, trajectory)
         trajectory.fence = event.fence
@@ -43,12 +47,15 @@ def trajectory_finished(state: State, event: TrajectoryFinished) -> None:
     _send_score(state, trajectory)
 
 
-def _reject_mixed(state: State, trajectory: Trajectory) -> None:
+def _reject_mixed(state: State, trajectory: Trajectory, fence: Fence) -> None:
     """C1: tokens of other weights are not accepted, nor is the instance that made them."""
-    assert trajectory.instance is not None
     state.counters["wrong_weights"] += 1
     trajectory.saved = 0
-    instance = state.fleet.instances[trajectory.instance]
+    culprit = trajectory.instance
+    if trajectory.fence != fence and trajectory.migration is not None:
+        culprit = state.migrations.live[trajectory.migration].target
+    assert culprit is not None
+    instance = state.fleet.instances[culprit]
     hosting.lose(state, instance, "sampled from wrong weights", expel=True)
 
 
@@ -127,7 +134,9 @@ def trajectory_scored(state: State, event: TrajectoryScored) -> None:
     if trajectory.state is not _T.GENERATED:
         return absorb(state, "duplicate")
     state.ledger.scored(trajectory)
-    complete_if_scored(state, state.ledger.groups[trajectory.group])
+    group = state.ledger.groups[trajectory.group]
+    state.quiet = group.unscored > 0
+    complete_if_scored(state, group)
 
 
 def group_judged(state: State, event: GroupJudged) -> None:
