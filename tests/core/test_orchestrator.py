@@ -663,3 +663,21 @@ def test_time_does_not_run_backwards() -> None:
     world.now = 50.0
     world.report(0)
     assert world.core.state.now == 100.0
+
+
+def test_a_run_that_no_instance_ever_joins_halts() -> None:
+    world = Adversary(Settings(fleet_timeout_s=100.0))
+    world.deliver(0)
+    age(world, 120)
+    assert world.halted is not None
+    assert "no rollout instance" in world.halted.reason
+
+
+@pytest.mark.parametrize("paradigm", ["in_flight", "multi_version"])
+def test_tokens_of_unknown_weights_are_refused_by_every_paradigm(paradigm: str) -> None:
+    world = world_of(paradigm=paradigm)
+    run = next(e.running[0] for e in world.engines.values() if 0 in e.running)
+    world.send(ev.TrajectoryFinished(0, run.fence, 2, (Segment(0, "lie", 2),)))
+    check(world.core.state)
+    assert not commands(world, cm.Score)
+    assert commands(world, cm.Expel)

@@ -11,6 +11,7 @@ _OURS = "multi_version"
 _PEER = "in_flight"
 # Below this gain over synchronous training, asynchrony is not worth its staleness.
 _WORTHWHILE = 1.05
+_THROUGHPUT = "tokens trained per s"
 
 Summaries = Mapping[str, Summary]
 
@@ -44,7 +45,9 @@ def conclusion(summaries: Summaries) -> str:
         if summary.mixed
         else "each trajectory comes from one version"
     )
-    ages = f"staleness is {summary.mean_staleness:.2f} on average and {summary.max_staleness:g} at most"
+    ages = (
+        f"staleness is {summary.mean_staleness:.2f} on average, {summary.max_staleness:g} at most"
+    )
     if gain is None or subject == _BASELINE:
         return f"{subject} trains {summary.tokens_per_s:,.0f} tokens a second; {kept}, {ages}."
     if gain < _WORTHWHILE:
@@ -75,9 +78,9 @@ def print_table(title: str, summaries: Summaries) -> None:
         table.add_column(name, justify="right", style="bold" if name == _OURS else "")
     for label, cell in _ROWS:
         table.add_row(label, *(cell(summary) for summary in summaries.values()))
-    if _BASELINE in summaries:
-        gains = (speedup(summaries, name) for name in summaries)
-        table.add_row("  over sync", *("-" if g is None else f"{g:.2f} x" for g in gains))
+        if label == _THROUGHPUT and _BASELINE in summaries:
+            gains = (speedup(summaries, name) for name in summaries)
+            table.add_row("  over sync", *("-" if g is None else f"{g:.2f} x" for g in gains))
     verdicts = [
         Text("clean", "green") if summary.audit_ok else Text("BROKEN", "bold red")
         for summary in summaries.values()
@@ -113,7 +116,7 @@ def _big(value: float) -> str:
 
 _ROWS: tuple[tuple[str, Callable[[Summary], str]], ...] = (
     ("step, minutes", lambda s: f"{s.step_minutes:.2f}"),
-    ("tokens trained, per s", lambda s: f"{s.tokens_per_s:,.0f}"),
+    (_THROUGHPUT, lambda s: f"{s.tokens_per_s:,.0f}"),
     ("rollout only", lambda s: _share(s.rollout_only_share)),
     ("bubbles", lambda s: _share(s.bubble_share)),
     (

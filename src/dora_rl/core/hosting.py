@@ -274,8 +274,13 @@ def _forget(state: State, instance: Instance) -> None:
         drop_host(state, instance, version)
     state.fleet.remove(instance)
     if not state.fleet.instances:
-        state.fleet_lost_at = state.now
-        state.timers.set(state.now + state.settings.fleet_timeout_s, Wait.FLEET)
+        await_fleet(state)
+
+
+def await_fleet(state: State) -> None:
+    """No instance is there: one must join in time."""
+    state.fleet_lost_at = state.now
+    state.timers.set(state.now + state.settings.fleet_timeout_s, Wait.FLEET)
 
 
 def requeue(state: State, trajectory: Trajectory) -> None:

@@ -54,7 +54,7 @@ def _next_batch(pipeline: Pipeline, settings: Settings) -> int:
 def _stream(pipeline: Pipeline, settings: Settings) -> int:
     """Keep the slots busy, but never starve the next batch nor pile up for a busy trainer."""
     if settings.pipeline_depth:
-        return settings.pipeline_depth - pipeline.outstanding
+        return settings.pipeline_depth - pipeline.unbatched
     missing = settings.groups_per_step - pipeline.unbatched
     if pipeline.ready >= settings.groups_per_step:
         # A whole batch waits for the trainer already: more would only be older when consumed.

@@ -83,7 +83,7 @@ def partition(work: Mapping[Version, int], total: int) -> dict[Version, int]:
     while sum(share.values()) < total:
         share[min(live, key=excess)] += 1
     while sum(share.values()) > total:
-        share[max((v for v in live if share[v] > 1), key=excess)] -= 1
+        share[max((v for v in live if share[v] > 1), key=lambda v: (excess(v), v))] -= 1
     return share
 
 
@@ -105,6 +105,7 @@ class Planner:
         self.turn_ends = turn_ends
         self.plan = Plan()
         self.changed: set[InstanceId] = set()
+        self.keepers: set[InstanceId] = set()  # they receive what others give up
         self.load = {i.id: i.load for i in self.instances}  # as it will be
         self.hosts: dict[Version, dict[InstanceId, Instance]] = {}
         for instance in self.instances:
@@ -247,6 +248,7 @@ class Planner:
             load, _, keeper = heapq.heappop(room)
             count = min(keeper.slots - load, len(moved) - at)
             self.load[keeper.id] = load + count
+            self.keepers.add(keeper.id)
             part = tuple(moved[at : at + count])
             self.plan.shifts.append(Shift(donor.id, keeper.id, version, part))
             at += count
@@ -263,7 +265,7 @@ class Planner:
             return
         best: tuple[bool, float, InstanceId, Version, Instance] | None = None
         for instance in self.instances:
-            if instance.id in self.changed or not instance.settled:
+            if instance.id in self.changed or instance.id in self.keepers or not instance.settled:
                 continue
             for version in instance.hosts:
                 holder = self.demands.get(version)

@@ -36,7 +36,8 @@ class Settings:
     max_staleness: int = 3
     """K: the hard bound on (consuming step - version). 0 is synchronous training."""
     pipeline_depth: int = 0
-    """Groups to keep outstanding. 0 follows the slots: as many as keep every one busy."""
+    """Groups to keep outstanding besides those being trained. 0 follows the slots: as many as
+    keep every one busy."""
     version_slots: int = 1
     """Versions that one instance may hold; an instance may offer fewer."""
     max_steps: int = 0

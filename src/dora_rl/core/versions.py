@@ -41,12 +41,14 @@ class Versions:
 
     live: dict[Version, VersionRecord] = field(default_factory=dict)
     newest: Version = -1
+    digests: dict[Version, str] = field(default_factory=dict)  # of all that were ever published
 
     def publish(self, version: Version, digest: str) -> None:
         previous = self.live.get(self.newest)
         if previous is not None:
             previous.move(VersionState.DRAINING)
         self.live[version] = VersionRecord(version, digest)
+        self.digests[version] = digest
         self.newest = version
 
     def activate(self, version: Version) -> None:

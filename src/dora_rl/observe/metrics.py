@@ -36,7 +36,7 @@ class Reading(NamedTuple):
 
     def since(self, start: "Reading") -> "Reading":
         """What was added after `start`."""
-        return Reading(*(end - begin for end, begin in zip(self, start, strict=True)))
+        return Reading._make(end - begin for end, begin in zip(self, start, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,9 +180,7 @@ class Collector:
         if self._last is not None and version <= self._last.version:
             return  # a late copy of an old answer
         self._live.change(now, 1)
-        mark = _Mark(
-            now, version, self._probe(), self._training.read(now), self._live.read(now)
-        )
+        mark = _Mark(now, version, self._probe(), self._training.read(now), self._live.read(now))
         self._last = mark
         if self._first is None and version >= self._warmup:
             self._first = mark
@@ -209,8 +207,8 @@ class Collector:
             window_s=window_s,
             step_minutes=window_s / 60 / len(steps) if steps else 0.0,
             tokens_per_s=sum(self._tokens[step] for step in steps) * per_s,
-            rollout_only_share=1.0 - (last.training_s - first.training_s) * per_s if steps else 0.0,
-            bubble_share=1.0 - spent.busy_s / spent.slots_s if spent.slots_s > 0.0 else 0.0,
+            rollout_only_share=_rest(last.training_s - first.training_s, window_s),
+            bubble_share=_rest(spent.busy_s, spent.slots_s),
             mean_staleness=staleness.mean,
             p95_staleness=staleness.p95,
             max_staleness=staleness.max,
@@ -230,6 +228,11 @@ class Collector:
             audit=_verdict(audit),
             wall_s=wall_s,
         )
+
+
+def _rest(part: float, whole: float) -> float:
+    """The share of `whole` that `part` leaves; sums of floats may overshoot by a hair."""
+    return max(0.0, 1.0 - part / whole) if whole > 0.0 else 0.0
 
 
 def _verdict(audit: AuditReport) -> str:

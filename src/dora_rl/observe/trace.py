@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from dora_rl.core.commands import Command, Train
-from dora_rl.core.events import BatchFailed, Event, GroupJudged
+from dora_rl.core.commands import Command, Install, Resume, Suspend, Train
+from dora_rl.core.events import Event, GroupJudged, VersionInstalled
 
 # chrome://tracing paints by these names; each version takes the next.
 _PALETTE = (
@@ -28,9 +28,8 @@ _PALETTE = (
 # Perfetto paints by a span's name without its ASCII digits: these survive, and so tell versions
 # apart while counts do not.
 _SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
-_COUNTERS = "counters"
 _TRAINER = "trainer"
-_DEVICES = "rollout suspended"
+_SUSPENDED = "rollout suspended"
 _SORT_STRIDE = 64  # lanes of one instance, so that they stay together
 
 
@@ -108,7 +107,9 @@ class Trace:
         self._busy = 0
         self._ready = 0
         self._sampled: dict[str, float] = {}
-        self._batch: Train | None = None
+        self._step: int | None = None  # of the last batch
+        self._carrying: set[tuple[int, int]] = set()  # installs under running work
+        self._paused = False
         self._now = 0.0
         self._metadata("process_name", 0, {"name": name})
         self._metadata("process_sort_index", 0, {"sort_index": pid})
@@ -125,11 +126,11 @@ class Trace:
         if old is None:
             self._running[instance] = _Running(now, busy, version)
             return
-        old.change(now, busy)
         lasted = now - old.start >= self._resolution_s
         if old.version != version or lasted:
-            self._write_running(instance, old)
-            self._running[instance] = _Running(now, busy, version)
+            self._turn_over(now, instance, busy, version)
+        else:
+            old.change(now, busy)
 
     def span(self, span: SpanLike) -> None:
         """A span has ended."""
@@ -137,27 +138,54 @@ class Trace:
         args: dict[str, Any] = {"version": span.version}
         if span.detail:
             args["detail"] = span.detail
-        if span.lane is None:
-            base = _DEVICES if span.kind == "suspend" else _TRAINER
-            lane, sort = base, -1
+        if span.lane is not None:
+            base, sort = f"instance {span.lane} · moves", span.lane * _SORT_STRIDE + 1
+        elif span.kind == "suspend":
+            base, sort = _SUSPENDED, -1
         else:
-            base = f"instance {span.lane}"
-            lane, sort = self._free_lane(f"{base} · moves", span), 0
-            sort = span.lane * _SORT_STRIDE + 1
+            base, sort = _TRAINER, -2
         name = span.kind if span.kind == "suspend" else f"{span.kind} {_named(span.version)}"
-        self._write_span(self._lane(lane, sort), name, span.start, span.end, span.version, args)
+        tid = self._lane(self._free_lane(base, span), sort)
+        self._write_span(tid, span.kind, name, span.start, span.end, span.version, args)
 
     def observe(self, now: float, event: Event, commands: Sequence[Command]) -> None:
-        """Count groups that are ready, and how stale each batch is."""
+        """What no record tells: ready groups, staleness, pauses, weights under running work."""
         if isinstance(event, GroupJudged) and event.filtered is None:
             self._ready += 1
             self._sample(now, "ready groups", self._ready)
-        elif isinstance(event, BatchFailed):
-            self._batch = None
+        elif isinstance(event, VersionInstalled):
+            self._carry(now, event)
         for command in commands:
-            if type(command) is Train and command.step != getattr(self._batch, "step", None):
-                self._batch = command
+            if type(command) is Train and command.step != self._step:
+                self._step = command.step
                 self._take(now, command)
+            elif type(command) is Install and command.carry:
+                self._carrying.add((command.instance, command.version))
+            elif type(command) is Suspend or type(command) is Resume:
+                self._pause(now, type(command) is Suspend)
+
+    def _carry(self, now: float, event: VersionInstalled) -> None:
+        """Running work goes on under other weights: as many slots, another version."""
+        key = (event.instance, event.version)
+        if key in self._carrying:
+            self._carrying.discard(key)
+            running = self._running.get(event.instance)
+            if running is not None and running.busy:
+                self._turn_over(now, event.instance, running.busy, event.version)
+
+    def _pause(self, now: float, paused: bool) -> None:
+        """Training takes the devices, or gives them back: what waits is not drawn as running."""
+        for instance, running in self._running.items():
+            self._turn_over(now, instance, running.busy, running.version)
+        self._paused = paused
+
+    def _turn_over(self, now: float, instance: int, busy: int, version: int | None) -> None:
+        """End the span of an instance and begin the next."""
+        running = self._running[instance]
+        running.change(now, busy)
+        if not self._paused:
+            self._write_running(instance, running)
+        self._running[instance] = _Running(now, busy, version)
 
     def _take(self, now: float, command: Train) -> None:
         self._ready -= len(command.groups)
@@ -169,9 +197,8 @@ class Trace:
     def end(self, now: float | None = None) -> None:
         """Write what is still open. Nothing may follow."""
         now = self._now if now is None else now
-        for instance, running in sorted(self._running.items()):
-            running.change(now, 0)
-            self._write_running(instance, running)
+        for instance in sorted(self._running):
+            self._turn_over(now, instance, 0, None)
         self._running.clear()
 
     # Writing
@@ -183,6 +210,7 @@ class Trace:
         mean = running.busy_s / seconds
         self._write_span(
             self._lane(f"instance {instance}", instance * _SORT_STRIDE),
+            "rollout",
             f"{_named(running.version)} · {mean:.0f} running",
             running.start,
             running.changed,
@@ -191,7 +219,14 @@ class Trace:
         )
 
     def _write_span(
-        self, tid: int, name: str, start: float, end: float, version: int, args: dict[str, Any]
+        self,
+        tid: int,
+        category: str,
+        name: str,
+        start: float,
+        end: float,
+        version: int,
+        args: dict[str, Any],
     ) -> None:
         begin = _micros(start)
         self._file.put(
@@ -202,7 +237,7 @@ class Trace:
                 "ts": begin,
                 "dur": _micros(end) - begin,
                 "name": name,
-                "cat": name.split(" ")[0] if "running" not in name else "rollout",
+                "cat": category,
                 "cname": _PALETTE[version % len(_PALETTE)],
                 "args": args,
             }
@@ -227,13 +262,9 @@ class Trace:
     def _free_lane(self, base: str, span: SpanLike) -> str:
         """The first lane of a base where the span overlaps nothing."""
         ends = self._ends.setdefault(base, [])
-        for number, end in enumerate(ends):
-            if end <= span.start:
-                break
-        else:
-            number = len(ends)
-            ends.append(0.0)
-        ends[number] = span.end
+        free = (number for number, end in enumerate(ends) if end <= span.start)
+        number = next(free, len(ends))
+        ends[number : number + 1] = [span.end]
         return base if number == 0 else f"{base} {number + 1}"
 
     def _lane(self, name: str, sort: int) -> int:

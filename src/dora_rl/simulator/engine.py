@@ -21,8 +21,6 @@ from dora_rl.core.events import (
     TrajectoryPaused,
     TrajectoryResumed,
 )
-from dora_rl.simulator.clock import Clock
-from dora_rl.simulator.costs import Costs
 from dora_rl.simulator.kv import KvMemory
 from dora_rl.simulator.runs import (
     ANSWERED,
@@ -35,25 +33,10 @@ from dora_rl.simulator.runs import (
     RUNNING,
     Run,
 )
-from dora_rl.simulator.usage import Facts, Recorder, Usage
+from dora_rl.simulator.surroundings import Surroundings
 
 # Room that must stay free for a join: a memory that is full to the brim would only swap.
 KV_WATERMARK = 0.01
-
-
-class Surroundings:
-    """What every engine of a world shares."""
-
-    __slots__ = ("clock", "costs", "dirty", "facts", "hangs", "recorder", "usage")
-
-    def __init__(self, clock: Clock, costs: Costs, recorder: Recorder | None) -> None:
-        self.clock = clock
-        self.costs = costs
-        self.usage = Usage()
-        self.facts = Facts()
-        self.recorder = recorder
-        self.dirty: list[Engine] = []  # to settle before time goes on
-        self.hangs: Callable[[Run], bool] | None = None  # draws endless environments
 
 
 class Engine(KvMemory):
@@ -142,7 +125,8 @@ class Engine(KvMemory):
         self._dirty = False
         if not self.stops:
             if self._returning or self._waiting:
-                self.advance(self._clock.now)
+                if self._advanced_at != self._clock.now:
+                    self.advance(self._clock.now)
                 self._admit()
             self._make_plan()
         if self.size != self.accounted:
@@ -248,9 +232,12 @@ class Engine(KvMemory):
             end, _, run = heappop(ends)
             if run.state == RUNNING and run.joined + run.left == end:
                 self._end_turn(run)
-        if self.size and self._spare() < self.size:
+        size = self.size
+        if self.capacity - self.used - self.reserved_kv < size and self._spare() < size:
             self._relieve()
-        self.touch()
+        if not self._dirty:
+            self._dirty = True
+            self._around.dirty.append(self)
 
     # The batch
 
@@ -281,7 +268,10 @@ class Engine(KvMemory):
             run = queue[0]
             if run.state != state:  # it ended, or moved, while it waited
                 queue.popleft()
-            elif self._fits(run):
+                continue
+            # Most find far more room than they could need; the others are looked at closely.
+            ample = self.capacity - self.used - self.reserved_kv - self._watermark - self.slots
+            if run.context < ample or self._fits(run):
                 queue.popleft()
                 self._join(run)
                 free -= 1
@@ -352,23 +342,24 @@ class Engine(KvMemory):
         self.leave(run)
         job = run.job
         turns = job.shape.turns
-        if run.turn < len(turns) - 1:
-            run.state = PAUSED
-            run.env = AWAITED
-            self.paused.append(run)
-            self.emit(TrajectoryPaused(run.trajectory, run.fence, run.turn + 1))
-            hangs = self._around.hangs
-            if hangs is None or not hangs(run):
-                run.answer_at = self._clock.now + turns[run.turn].environment_s
-                self._clock.at(run.answer_at, self.answer, run)
+        trajectory, fence = run.trajectory, run.fence
+        if run.turn == len(turns) - 1:
+            self.drop(run)
+            run.state = DEAD
+            del self.runs[fence]
+            job.whole = True
+            job.total = run.context
+            done = run.done
+            self.emit(TrajectoryFinished(trajectory, fence, done, run.segments_at(done)))
             return
-        self.drop(run)
-        run.state = DEAD
-        del self.runs[run.fence]
-        job.whole = True
-        job.total = run.context
-        done = run.done
-        self.emit(TrajectoryFinished(run.trajectory, run.fence, done, run.segments_at(done)))
+        run.state = PAUSED
+        run.env = AWAITED
+        self.paused.append(run)
+        self.emit(TrajectoryPaused(trajectory, fence, run.turn + 1))
+        hangs = self._around.hangs
+        if hangs is None or not hangs(run):
+            run.answer_at = self._clock.now + turns[run.turn].environment_s
+            self._clock.at(run.answer_at, self.answer, run)
 
     def _fail(self, run: Run, reason: str) -> None:
         self.remove(run)

@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 from dora_rl.core.commands import Dismiss, Expel
 from dora_rl.core.events import Event, InstanceFailed, InstanceLeaving
-from dora_rl.simulator.engine import Surroundings
 from dora_rl.simulator.errors import WorldError
 from dora_rl.simulator.faults import Faults
 from dora_rl.simulator.instance import Instance
 from dora_rl.simulator.network import Network
 from dora_rl.simulator.params import WorldParams
+from dora_rl.simulator.surroundings import Surroundings
 from dora_rl.simulator.usage import Span
 
 Process = tuple[Instance, int]  # an instance and its incarnation

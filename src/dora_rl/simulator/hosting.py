@@ -7,11 +7,11 @@ runs on what is dropped. A bug of the core raises `WorldError`; work that the co
 
 from dora_rl.core.commands import Evict, Install
 from dora_rl.core.events import InstallFailed, VersionEvicted, VersionInstalled
-from dora_rl.simulator.engine import Surroundings
 from dora_rl.simulator.errors import WorldError
 from dora_rl.simulator.faults import Faults
 from dora_rl.simulator.instance import Instance, Loading
 from dora_rl.simulator.runs import FROZEN, KEPT, QUEUED, RUNNING, Run
+from dora_rl.simulator.surroundings import Surroundings
 from dora_rl.simulator.trainer import Store, digest_of
 from dora_rl.simulator.usage import Span
 

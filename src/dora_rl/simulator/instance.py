@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from dora_rl.core.events import Event, InstanceJoined, InstanceProgressed
 from dora_rl.core.types import Length
-from dora_rl.simulator.engine import Engine, Surroundings
+from dora_rl.simulator.engine import Engine
 from dora_rl.simulator.runs import DEAD, FROZEN, KEPT, PARKED, PAUSED, RUNNING, Run
+from dora_rl.simulator.surroundings import Surroundings
 
 
 class Loading(NamedTuple):

@@ -16,13 +16,13 @@ from dora_rl.core.events import (
     MigrationReserved,
 )
 from dora_rl.core.types import Move, Placement
-from dora_rl.simulator.engine import Surroundings
 from dora_rl.simulator.errors import WorldError
 from dora_rl.simulator.faults import Faults
 from dora_rl.simulator.hosting import refuse
 from dora_rl.simulator.instance import Arrival, Instance
 from dora_rl.simulator.params import WorldParams
 from dora_rl.simulator.runs import AWAITED, FROZEN, KEPT, PARKED, PAUSED, RUNNING, Run
+from dora_rl.simulator.surroundings import Surroundings
 from dora_rl.simulator.usage import Span
 
 RESERVING = 0
@@ -130,6 +130,7 @@ class Migrations:
         if not migration.source_lives:
             return False
         source.advance(self._clock.now)
+        target.advance(self._clock.now)
         slots = kv = 0
         for move in migration.moves:
             run = source.runs.get(move.fence)

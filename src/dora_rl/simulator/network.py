@@ -1,9 +1,10 @@
 """How messages get from the core to the world and back.
 
 Without faults a message arrives once and at once. With them it may be lost, doubled or late.
-Commands to one receiver keep their order, as the core may rely on: a late one holds up those
-behind it, and a doubled one comes twice in a row. Events overtake each other freely. A process
-that is cut off reads its mail when it is back, and what it said in the meantime leaves then.
+Commands to one instance, or to the trainer, keep their order, as the core may rely on: a late
+one holds up those behind it, and a doubled one comes twice in a row. Events, and questions to
+services, overtake each other freely. A process that is cut off reads its mail when it is back,
+and what it said in the meantime leaves then.
 """
 
 from collections.abc import Callable
@@ -59,7 +60,7 @@ class Network:
     # From the core
 
     def send(self, channel: object, perform: Callable[[Any], None], command: Any) -> None:
-        """Carry a command to the one receiver behind `channel`."""
+        """Carry a command to the one receiver behind `channel`; None keeps no order."""
         if not self._lossy:
             perform(command)
             return
@@ -69,9 +70,10 @@ class Network:
             at = max(now + delay_s, held_up)
             if at <= now and held_up < now:
                 perform(command)
-            else:
+                continue
+            if channel is not None:
                 self._held_up_until[channel] = at
-                self._clock.at(at, perform, command)
+            self._clock.at(at, perform, command)
 
     def send_to(self, instance: Instance, incarnation: int, receive: Receive, command: Any) -> None:
         """Carry a command to one process; if that process is gone, it is void."""

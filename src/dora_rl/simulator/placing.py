@@ -9,10 +9,10 @@ from typing import Protocol
 from dora_rl.core.commands import Cancel, Park, Start, Unpark
 from dora_rl.core.events import TrajectoriesParked
 from dora_rl.core.types import Placement
-from dora_rl.simulator.engine import Surroundings
 from dora_rl.simulator.hosting import refuse
 from dora_rl.simulator.instance import Instance
 from dora_rl.simulator.runs import FROZEN, KEPT, PARKED, RUNNING, Job, Run, prefix_segments
+from dora_rl.simulator.surroundings import Surroundings
 from dora_rl.simulator.usage import Span
 from dora_rl.simulator.workload import TrajectoryShape
 

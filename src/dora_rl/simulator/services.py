@@ -49,6 +49,7 @@ class Services:
         self._scoring = 0
         self._line: deque[tuple[int, Job]] = deque()
         self._failed_reward = faults.params.failed_reward
+        self._at_once = self._workers is None and not self._failed_reward
 
     def fetch(self, command: FetchPrompts) -> None:
         self._clock.after(self._prompt_s, self._fetched, command)
@@ -67,12 +68,15 @@ class Services:
             return  # trained or filtered: a late copy of an old question
         if not job.whole:
             raise WorldError(f"{command}, but the trajectory is not whole")
-        job.score_fence = command.fence
+        job.score_fence = max(job.score_fence, command.fence)
         if job.scoring == SCORED:
             self._report(TrajectoryScored(command.trajectory, command.fence))
         elif job.scoring == UNSCORED:
             job.scoring = SCORING
-            if self._workers is not None and self._scoring >= self._workers:
+            if self._at_once and not job.shape.reward_s:
+                job.scoring = SCORED
+                self._report(TrajectoryScored(command.trajectory, command.fence))
+            elif self._workers is not None and self._scoring >= self._workers:
                 self._line.append((command.trajectory, job))
             else:
                 self._scoring += 1

@@ -16,12 +16,12 @@ from dora_rl.core.events import (
     PublicationFailed,
     WeightsPublished,
 )
-from dora_rl.simulator.engine import Surroundings
 from dora_rl.simulator.errors import WorldError
 from dora_rl.simulator.faults import Faults
 from dora_rl.simulator.instance import Instance
 from dora_rl.simulator.params import WorldParams
 from dora_rl.simulator.runs import SCORED, Job
+from dora_rl.simulator.surroundings import Surroundings
 from dora_rl.simulator.usage import Span
 
 

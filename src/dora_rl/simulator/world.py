@@ -9,8 +9,10 @@ Observers see each event with its commands. The world checks what it is told and
 function of orchestrator, parameters, sampler and seed.
 """
 
+import gc
 from collections import deque
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any, NamedTuple, Protocol
 
 from dora_rl.core import commands as cmd
@@ -18,7 +20,6 @@ from dora_rl.core.commands import Command
 from dora_rl.core.errors import UserError
 from dora_rl.core.events import Event, InstanceJoined, TimerFired, WeightsPublished
 from dora_rl.simulator.clock import Clock
-from dora_rl.simulator.engine import Surroundings
 from dora_rl.simulator.errors import WorldError
 from dora_rl.simulator.faults import Faults
 from dora_rl.simulator.fleet import Fleet
@@ -30,6 +31,7 @@ from dora_rl.simulator.params import WorldParams
 from dora_rl.simulator.placing import Placing, Shapes
 from dora_rl.simulator.runs import KEPT, Job, Run
 from dora_rl.simulator.services import Services
+from dora_rl.simulator.surroundings import Surroundings
 from dora_rl.simulator.trainer import Store, Trainer, digest_of
 from dora_rl.simulator.usage import Facts, Recorder, Usage, UsageReading
 from dora_rl.simulator.workload import Sampler
@@ -163,12 +165,27 @@ class World:
             self._begun = True
             self._inbox.append(WeightsPublished(0, digest_of(0)))
             self.fleet.begin()
-        clock, trainer = self.clock, self.trainer
+        collecting = gc.isenabled()
+        gc.disable()  # nothing here makes cycles; the collector would walk millions of records
+        try:
+            return self._run(until_steps, inf if until_s is None else until_s, progress)
+        finally:
+            if collecting:
+                gc.enable()
+
+    def _run(self, until_steps: int | None, until_s: float, progress: Progress | None) -> Outcome:
+        clock, trainer, inbox, dirty = self.clock, self.trainer, self._inbox, self._around.dirty
         shown, actions = trainer.steps, 0
         while True:
-            self._finish_instant()
-            if self.halted is not None:
-                return self._outcome(self.halted.ok, self.halted.reason)
+            while inbox or dirty:
+                while inbox:
+                    self._hand_over(inbox.popleft())
+                    if self.halted is not None:
+                        return self._outcome(self.halted.ok, self.halted.reason)
+                touched = dirty[:]
+                dirty.clear()
+                for engine in touched:
+                    engine.settle()
             if progress is not None and (trainer.steps != shown or actions >= PROGRESS_EVERY):
                 shown, actions = trainer.steps, 0
                 progress(clock.now, shown)
@@ -177,25 +194,11 @@ class World:
             time = clock.next_time()
             if time is None:
                 raise WorldError("nothing is left to happen, and the core has not halted")
-            if until_s is not None and time > until_s:
+            if time > until_s:
                 clock.now = until_s
                 return self._outcome(True, f"{until_s} s passed")
             actions += 1
             clock.step()
-
-    def _finish_instant(self) -> None:
-        inbox, dirty = self._inbox, self._around.dirty
-        while True:
-            while inbox:
-                self._hand_over(inbox.popleft())
-                if self.halted is not None:
-                    return
-            if not dirty:
-                return
-            touched = dirty[:]
-            dirty.clear()
-            for engine in touched:
-                engine.settle()
 
     def _hand_over(self, event: Event) -> None:
         now = self.clock.now
@@ -224,9 +227,9 @@ class World:
     # Commands, each to whoever performs it
 
     def _performers(self) -> dict[type, Callable[[Any], None]]:
-        send, services, trainer = self.network.send, self._services, self.trainer
+        services, trainer = self._services, self.trainer
         return {
-            cmd.FetchPrompts: lambda c: send("services", services.fetch, c),
+            cmd.FetchPrompts: self._via(None, services.fetch),
             cmd.Start: self._start,
             cmd.Cancel: self._cancel,
             cmd.Install: lambda c: self._to_process(c, self._hosting.install),
@@ -237,11 +240,11 @@ class World:
             cmd.AbortMigration: self._abort,
             cmd.Park: lambda c: self._to_process(c, self._placing.park),
             cmd.Unpark: lambda c: self._to_process(c, self._placing.unpark),
-            cmd.Score: lambda c: send("services", services.score, c),
-            cmd.Judge: lambda c: send("services", services.judge, c),
+            cmd.Score: self._via(None, services.score),
+            cmd.Judge: self._via(None, services.judge),
             cmd.Fail: self._fail,
-            cmd.Train: lambda c: send("trainer", trainer.train, c),
-            cmd.Publish: lambda c: send("trainer", trainer.publish, c),
+            cmd.Train: self._via("trainer", trainer.train),
+            cmd.Publish: self._via("trainer", trainer.publish),
             cmd.Delete: lambda c: self.store.delete(c, self.instances),
             cmd.Suspend: lambda c: self._suspend(True),
             cmd.Resume: lambda c: self._suspend(False),
@@ -250,6 +253,11 @@ class World:
             cmd.SetTimer: self._set_timer,
             cmd.Halt: self._halt,
         }
+
+    def _via(self, channel: str | None, perform: Callable[[Any], None]) -> Callable[[Any], None]:
+        if not self.network.faulty:
+            return perform
+        return lambda command: self.network.send(channel, perform, command)
 
     def _to_process(self, command: Any, receive: Callable[[Instance, Any], None]) -> None:
         instance = self.instances[command.instance]

@@ -4,7 +4,6 @@ It must not look into the orchestrator; what a group is comes from the audit's l
 """
 
 from collections import Counter
-from collections.abc import Iterator
 
 from dora_rl.core import commands as c
 from dora_rl.core import events as e
@@ -16,9 +15,9 @@ from dora_rl.core.settings import Settings
 from dora_rl.core.types import BatchGroup
 
 
-def _in_batch(group: Group) -> Iterator[Member]:
+def _in_batch(group: Group) -> list[Member]:
     """The members that go into the batch."""
-    return (member for member in group.members if member is not None and member.stage != OVER)
+    return [member for member in group.members if member is not None and member.stage != OVER]
 
 
 class Batches:
@@ -105,15 +104,16 @@ class Batches:
         if batch is None or batch.step != event.step:
             return
         self._batch = None
-        self.steps = batch.step + 1
-        work = self._work
+        step = batch.step
+        self.steps = step + 1
+        work, staleness, lengths = self._work, self.staleness, self.trained_lengths
         for entry in batch.groups:
             group = work.groups.get(entry.group)
             if group is None or group.stage != TRAINING:
                 continue
             for member in _in_batch(group):
-                self.staleness[batch.step - member.oldest] += 1
-                self.trained_lengths[member.tokens] += 1
+                staleness[step - member.oldest] += 1
+                lengths[member.tokens] += 1
                 work.mixed_trained += member.mixed
             work.trained += group.left
             work.close(group, End.TRAINED)

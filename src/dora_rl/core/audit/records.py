@@ -6,7 +6,7 @@ Plain slots: half a million of these are alive at once. No rules live here.
 from enum import IntEnum
 
 from dora_rl.core.audit.fleet import Host
-from dora_rl.core.types import Fence, GroupId, MigrationId, Move, Version
+from dora_rl.core.types import Fence, GroupId, MigrationId, Move, TrajectoryId, Version
 
 # How far a trajectory is. Plain integers: they are compared for every event.
 WAITING = 0
@@ -90,6 +90,14 @@ class Group:
         self.stage = OPEN
         self.judgements = 0  # asked for
         self.asked_at = 0.0  # when, the last time
+
+    def member(self, trajectory: TrajectoryId) -> Member:
+        """The member of this id, known from now on."""
+        position = trajectory % len(self.members)
+        member = self.members[position]
+        if member is None:
+            member = self.members[position] = Member()
+        return member
 
 
 class Ends:

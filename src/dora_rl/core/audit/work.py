@@ -14,11 +14,12 @@ from collections.abc import Sequence
 
 from dora_rl.core import commands as c
 from dora_rl.core import events as e
+from dora_rl.core.audit.causes import Causes
+from dora_rl.core.audit.fleet import READY as SERVED
 from dora_rl.core.audit.fleet import Fleet, Host
 from dora_rl.core.audit.records import (
     FINISHED,
     JUDGING,
-    OPEN,
     OVER,
     PARKED,
     PLACED,
@@ -34,13 +35,13 @@ from dora_rl.core.audit.records import (
 )
 from dora_rl.core.audit.report import Breaches, Promise
 from dora_rl.core.paradigms import PARADIGMS
-from dora_rl.core.settings import OnFailedMember, Settings
+from dora_rl.core.settings import Settings
 from dora_rl.core.types import Fence, GroupId, Segment, TrajectoryId, Version
 
 
 class Work:
     def __init__(self, settings: Settings, fleet: Fleet, breaches: Breaches) -> None:
-        self._settings = settings
+        self._causes = Causes(settings, breaches)
         self._size = settings.group_size
         self.pins_version = PARADIGMS[settings.paradigm].pins_version
         self._fleet = fleet
@@ -61,31 +62,25 @@ class Work:
     def version_of(self, trajectory: TrajectoryId) -> Version:
         return self.groups[trajectory // self._size].version
 
-    def _issue(self, trajectory: TrajectoryId, version: Version) -> tuple[Group, Member] | None:
-        """The trajectory and its group, which opens with it; None if the group is over."""
+    def _group_of(self, trajectory: TrajectoryId, version: Version) -> Group | None:
+        """Its group, opened on the version if it is new; None if it is over."""
         number = trajectory // self._size
         group = self.groups.get(number)
-        if group is None:
-            if self.ends[number] is not End.NONE:
-                return None
+        if group is None and self.ends[number] is End.NONE:
             group = self.groups[number] = Group(number, version, self._size)
             self.by_version.setdefault(version, set()).add(number)
             self.issued += self._size
-        position = trajectory % self._size
-        member = group.members[position]
-        if member is None:
-            member = group.members[position] = Member()
-        return group, member
+        return group
 
     # Generation
 
     def start(self, command: c.Start) -> None:
         trajectory, version = command.trajectory, command.version
-        issued = self._issue(trajectory, version)
-        if issued is None or issued[1].stage == OVER:
+        group = self._group_of(trajectory, version)
+        member = None if group is None else group.member(trajectory)
+        if group is None or member is None or member.stage == OVER:
             self._add(Promise.FENCING, f"Start of trajectory {trajectory}, which is over")
             return
-        group, member = issued
         fleet = self._fleet
         host = fleet.hosts.get(command.instance)
         if member.fence == command.fence and member.host is host:
@@ -110,7 +105,7 @@ class Work:
                 Promise.PLACEMENT,
                 f"Start of trajectory {trajectory} on instance {command.instance}: not alive",
             )
-        elif not fleet.serves(host, version):
+        elif host.holds.get(version) != SERVED:
             self._add(
                 Promise.VERIFIED,
                 f"Start of trajectory {trajectory} on instance {command.instance}: "
@@ -155,18 +150,8 @@ class Work:
     def cancel(self, command: c.Cancel) -> None:
         member = self.find(command.trajectory)
         if member is not None and member.fence == command.fence and member.stage in PLACED:
-            member.failures += self._stuck(command.trajectory, member)
+            member.failures += self._causes.stuck(command.trajectory, member)
             self._displace(command.trajectory, member)
-
-    def _stuck(self, trajectory: TrajectoryId, member: Member) -> bool:
-        """Has it stood still for too long? Of its instance's reports the last is kept."""
-        limit = self._breaches.now - self._settings.trajectory_timeout_s
-        if member.since >= limit:
-            return False
-        host = member.host
-        if host is None or host.heard_at < limit:
-            return True
-        return all((name, fence) != (trajectory, member.fence) for name, fence, _ in host.lengths)
 
     def failed_event(self, event: e.TrajectoryFailed) -> None:
         member = self.find(event.trajectory)
@@ -245,7 +230,10 @@ class Work:
                 if not any(type(x) is c.Score and x.trajectory == trajectory for x in commands):
                     return  # the core does not take it either
                 self._add(*wrong)
-        self._displace(trajectory, member)
+        if member.host is not None:
+            member.host.work.discard(trajectory)
+            member.host = None
+        member.moving = None
         member.fence = event.fence
         member.stage = FINISHED
         member.tokens = event.tokens
@@ -274,7 +262,7 @@ class Work:
     def score(self, command: c.Score) -> None:
         member = self.find(command.trajectory)
         if member is not None and member.stage == SCORING and command.fence >= member.fence:
-            member.failures += self._unanswered(member.since)
+            member.failures += self._causes.unanswered(member.since)
             member.fence = command.fence
             member.since = self._breaches.now
             return
@@ -308,22 +296,23 @@ class Work:
     def check_members(self, group: Group, listed: tuple[TrajectoryId, ...]) -> None:
         """Who is listed to go on has been scored; who is not has failed, or is lost by this."""
         first = group.id * self._size
+        scored = [t for t, m in enumerate(group.members, first) if m and m.stage == SCORED]
+        if len(scored) == group.left and listed == tuple(scored):
+            return
         strangers = [t for t in listed if not first <= t < first + self._size]
         if strangers or len(set(listed)) != len(listed):
             self._add(Promise.TRAINED_ONCE, f"group {group.id} lists {list(listed)}")
-        for trajectory, member in enumerate(group.members, first):
-            stage = WAITING if member is None else member.stage
-            if trajectory in listed:
-                if stage == OVER:
-                    self._lost(f"trajectory {trajectory} goes on, though it is over")
-                elif stage != SCORED:
-                    self._add(
-                        Promise.FENCING, f"trajectory {trajectory} goes on without being scored"
-                    )
-            elif stage != OVER:
-                self._lost(f"trajectory {trajectory} is missing from its group and had not failed")
-                self.lost += 1
-                self._end(trajectory, group)
+        for trajectory in range(first, first + self._size):
+            member = group.member(trajectory)
+            if trajectory not in listed:
+                if member.stage != OVER:
+                    self._lost(f"trajectory {trajectory} is missing and had not failed")
+                    self.lost += 1
+                    self._end(trajectory, group, member)
+            elif member.stage == OVER:
+                self._lost(f"trajectory {trajectory} goes on, though it is over")
+            elif member.stage != SCORED:
+                self._add(Promise.FENCING, f"trajectory {trajectory} goes on without a score")
 
     def judged(self, event: e.GroupJudged) -> None:
         group = self.groups.get(event.group)
@@ -339,40 +328,18 @@ class Work:
 
     def fail(self, command: c.Fail) -> None:
         trajectory = command.trajectory
-        issued = self._issue(trajectory, self._fleet.newest or 0)
-        if issued is None or issued[1].stage == OVER:
+        group = self._group_of(trajectory, self._fleet.newest or 0)
+        member = None if group is None else group.member(trajectory)
+        if group is None or member is None or member.stage == OVER:
             self._lost(f"Fail of trajectory {trajectory}, which is over")
             return
-        group, member = issued
-        if not self._has_cause(group, member):
+        if not self._causes.of_failure(group, member):
             self._lost(f"trajectory {trajectory} failed without a cause: `{command.reason}`")
         self.failed[command.reason] += 1
-        self._end(trajectory, group)
+        self._end(trajectory, group, member)
 
-    def _has_cause(self, group: Group, member: Member) -> bool:
-        """Are the retries used up that the settings grant? Age is no cause of failure."""
-        settings = self._settings
-        if group.stage == JUDGING:
-            spent = group.judgements > settings.max_retries
-            return spent and self._unanswered(group.asked_at)
-        if group.stage != OPEN:
-            return False
-        if group.left < self._size and settings.on_failed_member is OnFailedMember.FAIL_GROUP:
-            return True
-        unanswered = member.stage == SCORING and self._unanswered(member.since)
-        return (
-            member.failures + unanswered > settings.max_retries
-            or member.losses > settings.max_losses
-        )
-
-    def _unanswered(self, asked_at: float) -> bool:
-        return self._breaches.now >= asked_at + self._settings.score_timeout_s
-
-    def _end(self, trajectory: TrajectoryId, group: Group) -> None:
+    def _end(self, trajectory: TrajectoryId, group: Group, member: Member) -> None:
         """A member is over before its group; with the last of them the group is."""
-        position = trajectory % self._size
-        member = group.members[position] or Member()
-        group.members[position] = member
         self._displace(trajectory, member)
         member.stage = OVER
         group.left -= 1

@@ -33,12 +33,11 @@ def trajectory_finished(state: State, event: TrajectoryFinished) -> None:
         return
     if trajectory.state not in (_T.RUNNING, _T.PARKED):
         return absorb(state, "duplicate")
-    if state.paradigm.pins_version:
-        expected = (trajectory.version, state.versions.live[trajectory.version].digest)
-        for segment in event.segments:
-            if segment[:2] != expected:
-                _reject_mixed(state, trajectory, event.fence)
-                return
+    pinned = trajectory.version if state.paradigm.pins_version else None
+    for version, digest, _ in event.segments:
+        if digest != state.versions.digests[version] or pinned not in (None, version):
+            _reject_mixed(state, trajectory, event.fence)
+            return
     if trajectory.fence != event.fence:  # finished at the target before the commit was heard of
         hosting.cancel(state, trajectory)
         trajectory.fence = event.fence

@@ -86,9 +86,9 @@ class Cluster(ConfigModel):
 class Overrides(ConfigModel):
     """`[paradigm.NAME]`: what differs for one paradigm, by section."""
 
-    orchestration: dict[str, Any] = {}
-    cluster: dict[str, Any] = {}
-    efficiency: dict[str, Any] = {}
+    orchestration: dict[str, Any] = Field(default_factory=dict)
+    cluster: dict[str, Any] = Field(default_factory=dict)
+    efficiency: dict[str, Any] = Field(default_factory=dict)
 
     def sections(self) -> dict[str, dict[str, Any]]:
         """The sections that say something."""
@@ -122,7 +122,7 @@ class Scenario(ConfigModel):
     efficiency: Efficiency = Efficiency()
     workload: Workload = Workload()
     faults: FaultParams = FaultParams()
-    paradigm: dict[ParadigmName, Overrides] = {}
+    paradigm: dict[ParadigmName, Overrides] = Field(default_factory=dict)
 
     @field_serializer("orchestration")
     def _without_paradigm(self, settings: Settings) -> dict[str, Any]:
