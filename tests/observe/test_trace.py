@@ -1,5 +1,6 @@
 """The timeline: valid JSON, lanes whose spans nest, versions that can be told apart."""
 
+import itertools
 import json
 from collections import defaultdict
 from typing import Any, NamedTuple
@@ -108,7 +109,7 @@ def test_versions_differ_where_viewers_look(written: Written, trace: Trace) -> N
     spans = [e for e in written.events() if e["ph"] == "X"]
     without_digits = {"".join(c for c in e["name"] if c not in "0123456789") for e in spans}
     assert len(without_digits) == 12  # Perfetto hashes the name without its ASCII digits
-    assert all(a["cname"] != b["cname"] for a, b in zip(spans, spans[1:], strict=False))
+    assert all(a["cname"] != b["cname"] for a, b in itertools.pairwise(spans))
     assert [e["args"]["version"] for e in spans] == list(range(12))
 
 

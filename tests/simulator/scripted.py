@@ -104,6 +104,7 @@ def build(
     group_size: int = 1,
     seed: int = 0,
     recorder: Any = None,
+    steady_version: int | None = None,
     **params: Any,
 ) -> World:
     """A world with one trainer device and round figures."""
@@ -123,6 +124,7 @@ def build(
         seed,
         group_size=group_size,
         recorder=recorder,
+        steady_version=steady_version,
     )
 
 

@@ -52,8 +52,7 @@ def test_bubbles_of_a_run_by_hand() -> None:
 def test_the_steady_window_opens_with_a_version() -> None:
     script = installing()
     publish_next(script, 0, at=1.0)
-    world = build(script)
-    world._steady_version = 1
+    world = build(script, steady_version=1)
     world.run(until_s=20.0)
     published_at = script.seen(ev.WeightsPublished)[-1][0]
     assert world.steady_start is not None

@@ -196,14 +196,11 @@ def test_what_a_second_version_must_not_do_is_refused(commands: Any, complaint: 
 
 
 def test_a_group_is_trained_once() -> None:
-    script = with_version_one()
+    script = installing()
+    batch = (BatchGroup(0, 0, (0,)),)
     script.on(ev.VersionInstalled, lambda e: [cmd.Start(0, 1, 0, 0)])
     script.on(ev.TrajectoryFinished, lambda e: [cmd.Score(0, 1)])
-    script.on(ev.WeightsPublished, lambda e: [cmd.Train(e.version, (BatchGroup(0, 0, (0,)),))])
-    script.rules[ev.WeightsPublished].insert(0, lambda e: [])
-    script.on(ev.BatchTrained, lambda e: [cmd.Publish(e.step + 1)] if e.step else [])
-    script.rules[ev.WeightsPublished][1] = lambda e: (
-        [cmd.Train(e.version, (BatchGroup(0, 0, (0,)),))] if e.version else []
-    )
+    script.on(ev.TrajectoryScored, lambda e: [cmd.Train(0, batch)])
+    script.on(ev.BatchTrained, lambda e: [cmd.Train(1, batch)])
     with pytest.raises(WorldError, match="group 0 is trained twice"):
         build(script).run(until_s=60)

@@ -72,7 +72,7 @@ def print_table(title: str, summaries: Summaries) -> None:
 
     console = Console(highlight=False, soft_wrap=False)
     console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
     table.add_column("steady state")
     for name in summaries:
         table.add_column(name, justify="right", style="bold" if name == _OURS else "")
@@ -86,6 +86,7 @@ def print_table(title: str, summaries: Summaries) -> None:
         for summary in summaries.values()
     ]
     table.add_row("audit", *verdicts)
+    console.print(Text(title, "bold"))
     console.print(table)
     console.print()
     for name, summary in summaries.items():

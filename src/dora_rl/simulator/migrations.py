@@ -8,7 +8,7 @@ direct: when one of them is gone or gives up before the end, the other knows.
 
 from math import inf
 
-from dora_rl.core.commands import Reserve
+from dora_rl.core.commands import AbortMigration, Release, Reserve, Transfer
 from dora_rl.core.events import (
     Event,
     MigrationCompleted,
@@ -24,6 +24,9 @@ from dora_rl.simulator.params import WorldParams
 from dora_rl.simulator.runs import AWAITED, FROZEN, KEPT, PARKED, PAUSED, RUNNING, Run
 from dora_rl.simulator.surroundings import Surroundings
 from dora_rl.simulator.usage import Span
+
+# Ends that are answered again. Ids only grow, so an older one is known to have ended.
+REMEMBERED = 4096
 
 RESERVING = 0
 RESERVED = 1
@@ -90,7 +93,8 @@ class Migrations:
         self._by_kv = params.kv_migration
         self._lease_s = params.migration_lease_s if leases else inf
         self.live: dict[int, Migration] = {}
-        self._answers: dict[int, Event | None] = {}  # of migrations that have ended
+        self._answers: dict[int, Event | None] = {}  # of those that ended last
+        self._forgotten = -1  # the latest whose answer is not kept any more
 
     def lost(self, instance: Instance) -> None:
         """A process is gone: what it took part in fails, unless its part was done."""
@@ -102,10 +106,7 @@ class Migrations:
 
     def reserve(self, target: Instance, command: Reserve) -> None:
         name = command.migration
-        if name in self._answers:
-            answer = self._answers[name]
-            if answer is not None:
-                target.emit(answer)
+        if self._answered(target, name):
             return
         migration = self.live.get(name)
         if migration is not None:
@@ -179,11 +180,9 @@ class Migrations:
 
     # Phase two
 
-    def transfer(self, source: Instance, name: int) -> None:
-        if name in self._answers:
-            answer = self._answers[name]
-            if answer is not None:
-                source.emit(answer)
+    def transfer(self, source: Instance, command: Transfer) -> None:
+        name = command.migration
+        if self._answered(source, name):
             return
         migration = self.live.get(name)
         if migration is None or migration.state == RESERVING:
@@ -272,8 +271,9 @@ class Migrations:
 
     # The end
 
-    def release(self, source: Instance, name: int) -> None:
+    def release(self, source: Instance, command: Release) -> None:
         """The source frees its copies."""
+        name = command.migration
         migration = self.live.get(name)
         if migration is None:
             return
@@ -288,14 +288,15 @@ class Migrations:
         """The core aborts a migration, whether or not anybody will hear of it."""
         migration = self.live.get(name)
         if migration is None:
-            self._answers.setdefault(name, None)  # a reserve that is still on its way is void
+            if name not in self._answers:
+                self._remember(name, None)  # a reserve that is still on its way is void
         else:
             migration.target.expecting.pop(name, None)
         return migration
 
-    def abort(self, instance: Instance, name: int) -> None:
+    def abort(self, instance: Instance, command: AbortMigration) -> None:
         """One side hears of the end: the target forgets, the source goes on."""
-        migration = self.live.get(name)
+        migration = self.live.get(command.migration)
         if migration is None:
             return
         if migration.state < DONE:
@@ -336,7 +337,21 @@ class Migrations:
 
     def _end(self, migration: Migration, answer: Event | None) -> None:
         del self.live[migration.id]
-        self._answers[migration.id] = answer
+        self._remember(migration.id, answer)
+
+    def _remember(self, name: int, answer: Event | None) -> None:
+        self._answers[name] = answer
+        if len(self._answers) > REMEMBERED:
+            oldest = next(iter(self._answers))
+            del self._answers[oldest]
+            self._forgotten = max(self._forgotten, oldest)
+
+    def _answered(self, instance: Instance, name: int) -> bool:
+        """Whether a migration has ended already; what is remembered of it is said again."""
+        answer = self._answers.get(name)
+        if answer is not None:
+            instance.emit(answer)
+        return name in self._answers or (name <= self._forgotten and name not in self.live)
 
     def _strikes(self, migration: Migration) -> bool:
         share = self._faults.params.failed_migration

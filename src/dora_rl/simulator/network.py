@@ -61,25 +61,30 @@ class Network:
 
     def send(self, channel: object, perform: Callable[[Any], None], command: Any) -> None:
         """Carry a command to the one receiver behind `channel`; None keeps no order."""
+        self._carry(channel, perform, command, command)
+
+    def _carry(
+        self, channel: object, perform: Callable[[Any], None], letter: Any, command: object
+    ) -> None:
         if not self._lossy:
-            perform(command)
+            perform(letter)
             return
         now = self._clock.now
         for delay_s in self._faults.deliveries(now, command):
             held_up = self._held_up_until.get(channel, -1.0)
             at = max(now + delay_s, held_up)
             if at <= now and held_up < now:
-                perform(command)
+                perform(letter)
                 continue
             if channel is not None:
                 self._held_up_until[channel] = at
-            self._clock.at(at, perform, command)
+            self._clock.at(at, perform, letter)
 
     def send_to(self, instance: Instance, incarnation: int, receive: Receive, command: Any) -> None:
         """Carry a command to one process; if that process is gone, it is void."""
         if self.faulty:
             letter = (instance, incarnation, receive, command)
-            self.send(instance.id, self._hand_over, letter)
+            self._carry(instance.id, self._hand_over, letter, command)
         elif instance.alive and instance.incarnation == incarnation:
             receive(instance, command)
 

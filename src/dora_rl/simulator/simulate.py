@@ -94,7 +94,7 @@ def _read(world: World, orchestrator: Orchestrator) -> Reading:
     return Reading(
         usage.slots_s,
         usage.busy_s,
-        trainer.stalls,
+        trainer.stalls - (trainer.stalled_since is not None),  # one that goes on has no length yet
         trainer.stalled_s,
         facts.migrated,
         facts.kv_bytes_moved,

@@ -286,27 +286,26 @@ class World:
         migration = self._migrations.live.get(command.migration)
         if migration is not None:
             source, incarnation = migration.source, migration.incarnations[0]
-            name = command.migration
-            self.network.send_to(source, incarnation, self._migrations.transfer, name)
+            self.network.send_to(source, incarnation, self._migrations.transfer, command)
 
     def _release(self, command: cmd.Release) -> None:
         migration = self._migrations.live.get(command.migration)
         if migration is not None:
-            self._disowned.update(move.fence for move in migration.moves)
+            if self.network.faulty:
+                self._disowned.update(move.fence for move in migration.moves)
             source, incarnation = migration.source, migration.incarnations[0]
-            name = command.migration
-            self.network.send_to(source, incarnation, self._migrations.release, name)
+            self.network.send_to(source, incarnation, self._migrations.release, command)
 
     def _abort(self, command: cmd.AbortMigration) -> None:
-        name = command.migration
-        migration = self._migrations.given_up(name)
+        migration = self._migrations.given_up(command.migration)
         if migration is None:
             return
-        self._disowned.update(move.new_fence for move in migration.moves)
+        if self.network.faulty:
+            self._disowned.update(move.new_fence for move in migration.moves)
         for instance, incarnation in zip(
             (migration.source, migration.target), migration.incarnations, strict=True
         ):
-            self.network.send_to(instance, incarnation, self._migrations.abort, name)
+            self.network.send_to(instance, incarnation, self._migrations.abort, command)
 
     def _suspend(self, suspended: bool) -> None:
         if suspended != self._suspended:

@@ -3,6 +3,7 @@
 from typing import NoReturn
 
 from dora_rl.core import transfers
+from dora_rl.core.commands import Expel
 from dora_rl.core.errors import RefusedEvent
 from dora_rl.core.ledger import Trajectory
 from dora_rl.core.placement import Instance
@@ -25,6 +26,9 @@ def live_instance(state: State, instance: InstanceId, incarnation: int) -> Insta
     record = state.fleet.known(instance, incarnation)
     if record is None:
         absorb(state, "fenced_instance")
+        if incarnation <= state.fleet.ended.get(instance, -1):
+            # It has not heard that it was given up, and would never join again.
+            state.emit(Expel(instance, incarnation, "given up before"))
     return record
 
 

@@ -23,11 +23,12 @@ def _no_heartbeat(state: State, timer: Timer) -> None:
     instance = state.fleet.known(timer.subject, timer.ticket)
     if instance is None:
         return
-    silent = state.now - instance.heard_at
-    if silent >= state.settings.heartbeat_timeout_s:
+    due = instance.heard_at + state.settings.heartbeat_timeout_s
+    if state.now >= due:
+        silent = state.now - instance.heard_at
         hosting.lose(state, instance, f"silent for {silent:.0f} s", expel=True)
     else:
-        state.timers.set(instance.heard_at + state.settings.heartbeat_timeout_s, *timer[1:])
+        state.timers.set(due, *timer[1:])
 
 
 def _no_install(state: State, timer: Timer) -> None:
