@@ -300,6 +300,7 @@ def rebalance(state: State) -> None:
         lambda instance, version: (
             state.now - instance.hosted_since.get(version, 0.0) >= state.settings.turn_s
         ),
+        lambda name: not state.ledger.trajectories[name].paused,
     )
     plan = planner.make()
     instances = state.fleet.instances
@@ -319,16 +320,21 @@ def rebalance(state: State) -> None:
 
 
 def _demands(state: State) -> list[Demand]:
-    running: dict[Version, int] = {}
+    """What each version needs now; one that only waits for environments needs no slot yet."""
+    work, records = state.ledger.work, state.ledger.trajectories
+    placed: dict[Version, int] = {}
+    paused: dict[Version, int] = {}
     for instance in state.fleet.instances.values():
         for version, residents in instance.residents.items():
-            running[version] = running.get(version, 0) + len(residents)
-    work = state.ledger.work
+            placed[version] = placed.get(version, 0) + len(residents)
+            if instance.paused:
+                idle = sum(records[name].paused for name in residents)
+                paused[version] = paused.get(version, 0) + idle
     return [
         Demand(
             version,
-            work.get(version, 0),
-            work.get(version, 0) - running.get(version, 0),
+            work.get(version, 0) - paused.get(version, 0),
+            work.get(version, 0) - placed.get(version, 0),
             version + state.staleness <= state.trainer.step,
         )
         for version in sorted(state.versions.live)

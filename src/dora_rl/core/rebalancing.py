@@ -5,7 +5,6 @@ needs first, then the emptiest hosts of versions that have too many, and those o
 slot time gained outweighs what the move costs. O(instances + trajectories moved).
 """
 
-import heapq
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -18,7 +17,7 @@ class Demand(NamedTuple):
     """What one version needs."""
 
     version: Version
-    work: int  # trajectories to be generated: waiting, running, parked
+    work: int  # trajectories that need a slot: waiting, running, parked
     waiting: int  # of these, without a place (waiting or parked)
     urgent: bool  # its deadline has come: the trainer waits, or will next
 
@@ -97,12 +96,14 @@ class Planner:
         newest: Version,
         economy: Economy,
         turn_ends: Callable[[Instance, Version], bool],
+        needs_slot: Callable[[TrajectoryId], bool] = lambda _: True,
     ) -> None:
         self.instances = [i for i in instances if not i.leaving]
         self.demands = {d.version: d for d in demands}
         self.newest = newest
         self.economy = economy
         self.turn_ends = turn_ends
+        self.needs_slot = needs_slot
         self.plan = Plan()
         self.changed: set[InstanceId] = set()
         self.keepers: set[InstanceId] = set()  # they receive what others give up
@@ -199,26 +200,20 @@ class Planner:
             if surplus <= 0 or len(hosts) < 2:
                 continue
             hosts.sort(key=lambda i: (len(i.residents.get(donor_version, ())), i.kv_tokens, i.id))
-            donors, keepers = hosts[:surplus], hosts[surplus:]
-            if not keepers:
-                keepers.append(donors.pop())
-            room = [
-                (self.load[i.id], i.id, i)
-                for i in keepers
-                if i.open_for(donor_version) and self.load[i.id] < i.slots
-            ]
-            heapq.heapify(room)
-            left = sum(i.slots - load for load, _, i in room)
-            for donor in donors:
-                moved = donor.residents.get(donor_version, ())
-                if len(moved) > left or donor.reserved.get(donor_version):
+            room = sum(self._room(i, donor_version) for i in hosts)
+            for donor in hosts[: min(surplus, len(hosts) - 1)]:
+                moved = sorted(donor.residents.get(donor_version, ()))
+                needed = sum(map(self.needs_slot, moved))
+                room -= self._room(donor, donor_version)
+                if needed > room or donor.id in self.keepers:
                     break
-                won = donor.free + len(moved)
+                won = donor.free + needed
                 if housed and not self.economy.pays(won, len(moved), unmet):
                     break
-                self._shift(donor, donor_version, sorted(moved), room)
-                left -= len(moved)
+                self.changed.add(donor.id)
+                self._shift(donor, donor_version, moved, hosts)
                 self._convert(donor, demand.version, donor_version)
+                room -= needed
                 housed = True
                 wanted -= 1
                 unmet -= won
@@ -235,25 +230,40 @@ class Planner:
             and len(instance.hosts) >= instance.version_slots
         )
 
+    def _room(self, instance: Instance, version: Version) -> int:
+        """Slots that an instance could still give to a version's trajectories from elsewhere."""
+        return instance.slots - self.load[instance.id] if instance.open_for(version) else 0
+
     def _shift(
-        self,
-        donor: Instance,
-        version: Version,
-        moved: list[TrajectoryId],
-        room: list[tuple[int, InstanceId, Instance]],
+        self, donor: Instance, version: Version, moved: list[TrajectoryId], hosts: list[Instance]
     ) -> None:
-        """Hand the donor's trajectories to the emptiest keepers, as few of them as can be."""
-        at = 0
-        while at < len(moved):
-            load, _, keeper = heapq.heappop(room)
-            count = min(keeper.slots - load, len(moved) - at)
-            self.load[keeper.id] = load + count
+        """Hand a donor's trajectories to the fullest hosts with room.
+
+        So the light ones stay light, and can be emptied next. A trajectory that waits for its
+        environment takes no slot.
+        """
+        keepers = (i for i in reversed(hosts) if i.id not in self.changed)
+        left = 0
+        part: list[TrajectoryId] = []
+        keeper: Instance | None = None
+        for name in moved:
+            needed = self.needs_slot(name)
+            while keeper is None or needed > left:
+                self._add_shift(donor, keeper, version, part)
+                part = []
+                keeper = next(keepers)
+                left = self._room(keeper, version)
+            part.append(name)
+            left -= needed
+            self.load[keeper.id] += needed
+        self._add_shift(donor, keeper, version, part)
+
+    def _add_shift(
+        self, donor: Instance, keeper: Instance | None, version: Version, part: list[TrajectoryId]
+    ) -> None:
+        if keeper is not None and part:
             self.keepers.add(keeper.id)
-            part = tuple(moved[at : at + count])
-            self.plan.shifts.append(Shift(donor.id, keeper.id, version, part))
-            at += count
-            if load + count < keeper.slots:
-                heapq.heappush(room, (load + count, keeper.id, keeper))
+            self.plan.shifts.append(Shift(donor.id, keeper.id, version, tuple(part)))
 
     def _take_turn(self, demand: Demand) -> None:
         """No place can be had by moving: some version's turn must end, its work be parked.

@@ -5,6 +5,7 @@ bound is below what another one has shown cannot win. Nothing here may run a sim
 """
 
 from dataclasses import dataclass
+from math import ceil
 
 from dora_rl.core.settings import ParadigmName
 from dora_rl.simulator.scenarios import Scenario
@@ -16,38 +17,46 @@ _SAMPLES = 2048
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Means over trajectories, by sampling."""
+    """Means over trajectories, and the longest one, by sampling."""
 
+    prompt: float
     generated: float
     total: float
     pairs: float
     """Pairs of tokens that attend to each other."""
-    mean_context: float
+    context: float
     """Cached tokens behind a token that is being generated."""
-    prompt: float
+    longest: int
+    """Generated tokens of the longest trajectory."""
 
     @classmethod
     def of(cls, workload: Workload, seed: int, group_size: int) -> "Lengths":
+        """Draw some thousand trajectories and take means."""
         sampler = Sampler(workload, seed)
         members = min(group_size, 16)
-        groups = -(-_SAMPLES // members)
-        generated = total = prompt = 0
+        count = -(-_SAMPLES // members) * members
+        prompt = generated = total = longest = 0
         pairs = context = 0.0
-        for group in range(groups):
-            for member in range(members):
-                shape = sampler.trajectory(group, member)
-                cached = shape.prompt_tokens
-                prompt += cached
-                for turn in shape.turns:
-                    tokens = turn.generate_tokens
-                    generated += tokens
-                    context += tokens * (cached + 0.5 * tokens)
-                    cached += tokens + turn.observation_tokens
-                total += cached
-                pairs += 0.5 * cached * (cached + 1)
-        count = groups * members
-        return cls(generated / count, total / count, pairs / count, context / generated,
-                   prompt / count)
+        for index in range(count):
+            shape = sampler.trajectory(index // members, index % members)
+            cached = shape.prompt_tokens
+            prompt += cached
+            for turn in shape.turns:
+                tokens = turn.generate_tokens
+                context += tokens * (cached + 0.5 * tokens)
+                cached += tokens + turn.observation_tokens
+            generated += shape.generated_tokens
+            longest = max(longest, shape.generated_tokens)
+            total += cached
+            pairs += 0.5 * cached * (cached + 1)
+        return cls(
+            prompt / count,
+            generated / count,
+            total / count,
+            pairs / count,
+            context / generated,
+            longest,
+        )
 
 
 class Bounds:
@@ -68,29 +77,34 @@ class Bounds:
         train_s = self._costs.train_time(
             count * lengths.total, devices, self._params.updates_per_step, count * lengths.pairs
         )
-        return train_s + self._costs.publish_time(devices)
+        return train_s + self.publish_s(devices)
+
+    def publish_s(self, devices: int) -> float:
+        """The publication of a version by so many trainer devices."""
+        return self._costs.publish_time(devices)
 
     def rollout_s(self, instances: int, max_staleness: int) -> float:
-        """A batch's tokens at full batches: slots, KV memory and the bound on staleness allow
-        no more trajectories at once."""
+        """The tokens of a batch at full batches of every instance.
+
+        Slots, KV memory and the bound on staleness limit the trajectories that run at once.
+        """
         lengths, costs, params = self.lengths, self._costs, self._params
-        batch = min(
-            params.slots,
-            costs.kv_capacity_tokens / lengths.mean_context,
-            (max_staleness + 1) * self._trajectories / instances,
+        num = ceil(
+            min(
+                params.slots,
+                costs.kv_capacity_tokens / lengths.context,
+                (max_staleness + 1) * self._trajectories / instances,
+            )
         )
-        num = max(1, int(batch))
-        step_s = costs.decode.step_time(num, num * lengths.mean_context)
-        made = 1 / (1 - params.filter_rate)  # filtered groups are generated as well
-        decode_s = made * self._trajectories * lengths.generated * step_s / (num * instances)
-        prefill_s = made * self._groups * costs.prefill_time(int(lengths.prompt)) / instances
-        return decode_s + prefill_s
+        step_s = costs.decode.step_time(num, num * lengths.context)
+        decode_s = self._trajectories * lengths.generated * step_s / (num * instances)
+        prefill_s = self._groups * costs.prefill_time(int(lengths.prompt)) / instances
+        return (decode_s + prefill_s) / (1 - params.filter_rate)  # the filtered are made as well
 
     def step_s(self, instances: int, train_devices: int, max_staleness: int) -> float:
-        """A step where training and rollout overlap wholly."""
+        """A step in which training and rollout overlap wholly."""
         return max(self.train_s(train_devices), self.rollout_s(instances, max_staleness))
 
     def longest_s(self) -> float:
-        """The longest response, alone on an instance."""
-        response = self._params_longest()
-        return self._costs.decode.steps_time(1, self.lengths.prompt, response)
+        """The longest trajectory's tokens, alone on an instance."""
+        return self._costs.decode.steps_time(1, self.lengths.prompt, self.lengths.longest)

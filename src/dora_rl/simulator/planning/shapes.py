@@ -108,5 +108,5 @@ def devices_per_instance(
 
 def slots_of(costs: Costs, lengths: Lengths) -> int:
     """As many trajectories as the KV memory holds on average, up to what engines offer."""
-    fitting = int(_KV_HEADROOM * costs.kv_capacity_tokens / lengths.mean_context)
+    fitting = int(_KV_HEADROOM * costs.kv_capacity_tokens / lengths.context)
     return max(1, min(_MOST_SLOTS, fitting))

@@ -1,0 +1,10 @@
+"""Plans: which split, staleness bound, depth and version slots serve a cluster best.
+
+`question` turns flags into a scenario, `reduction` makes it small, `bounds` says what cannot
+win, `search` simulates what might, `verdict` chooses and says why.
+"""
+
+from dora_rl.simulator.planning.question import Question, pose
+from dora_rl.simulator.planning.verdict import Plan, make_plan
+
+__all__ = ["Plan", "Question", "make_plan", "pose"]

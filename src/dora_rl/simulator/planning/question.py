@@ -1,0 +1,216 @@
+"""What is planned: a scenario file, flags, or both, as one checked scenario.
+
+Nothing is left to guess silently: whatever was derived or assumed is in the notes.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dora_rl.config import apply_overrides, validate
+from dora_rl.core.errors import UserError
+from dora_rl.core.settings import ParadigmName
+from dora_rl.simulator.costs import Costs
+from dora_rl.simulator.planning.bounds import Bounds, Lengths
+from dora_rl.simulator.planning.shapes import devices_per_instance, model_named, slots_of
+from dora_rl.simulator.scenarios import Scenario, load_scenario
+from dora_rl.simulator.workload import LogNormal, Workload
+
+SOURCE = "the command line"
+# What the plan finds; a value given for them would be ignored.
+_SEARCHED = {
+    "cluster.train_devices": "the plan finds it",
+    "orchestration.pipeline_depth": "the plan finds it",
+    "orchestration.version_slots": "the plan finds it",
+    "orchestration.max_staleness": "use --max-staleness-limit",
+    "orchestration.paradigm": "the plan finds it",
+}
+# Without a scenario: the batches of DAPO (arXiv 2503.14476), the default workload's lengths.
+_BASE: dict[str, Any] = {
+    "scenario": {"title": "planned", "steps": 8, "warmup_steps": 3},
+    "orchestration": {"groups_per_step": 512, "group_size": 16, "max_staleness": 4},
+    "cluster": {"device": "H100", "train_devices": 1},
+    "workload": {"group_correlation": 0.3},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What the user said; None is not said."""
+
+    scenario: str | None = None
+    overrides: tuple[str, ...] = ()
+    devices: int | None = None
+    device: str | None = None
+    model: str | None = None
+    devices_per_instance: int | None = None
+    batch: tuple[int, int] | None = None
+    """Prompts in a step, and responses to each."""
+    mean_length: float | None = None
+    max_length: float | None = None
+    length_sigma: float | None = None
+    """0 for constant lengths."""
+    lengths: Path | None = None
+    train_step_minutes: float | None = None
+    """A measured train step on all devices."""
+    seed: int | None = None
+
+    @property
+    def describes_cluster(self) -> bool:
+        """Whether anything but a scenario says what to plan."""
+        return self.model is not None or self.devices is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A checked scenario, and what was assumed in it."""
+
+    scenario: Scenario
+    notes: tuple[str, ...]
+
+
+def pose(question: Question) -> Problem:
+    """Make a problem of a question; UserError where it makes no sense."""
+    _refuse_searched(question.overrides)
+    notes: list[str] = []
+    if question.scenario is None and question.describes_cluster:
+        scenario = _from_flags(question, notes)
+    else:
+        name = "default" if question.scenario is None else question.scenario
+        flags = _flags(question, notes)
+        base = load_scenario(name, ["cluster.train_devices=1"], paradigms=["sync"])
+        flags += _lengths(question, base.workload)
+        scenario = load_scenario(
+            name,
+            ["cluster.train_devices=1", *flags, *question.overrides],
+            paradigms=["sync"],
+            seed=question.seed,
+        )
+    if question.train_step_minutes is not None:
+        scenario = _calibrated(scenario, question.train_step_minutes, notes)
+    return Problem(scenario, tuple(notes))
+
+
+def _refuse_searched(overrides: Sequence[str]) -> None:
+    for override in overrides:
+        key = override.partition("=")[0].replace(" ", "")
+        if key in _SEARCHED:
+            raise UserError(f"--set {key} is not for plans: `{override}`. It: {_SEARCHED[key]}.")
+
+
+def _from_flags(question: Question, notes: list[str]) -> Scenario:
+    if question.model is None or question.devices is None:
+        missing = "--model" if question.model is None else "--devices"
+        raise UserError(
+            f"{missing} is missing: give a SCENARIO, or both --model and --devices."
+        )
+    flags = [*_flags(question, notes), *_lengths(question, Workload()), *question.overrides]
+    data = apply_overrides(_BASE, flags)
+    if question.seed is not None:
+        data["scenario"]["seed"] = question.seed
+    scenario = validate(Scenario, data, SOURCE)
+    cluster = data["cluster"]
+    if "devices_per_instance" not in cluster:
+        count = devices_per_instance(
+            scenario.model, scenario.cluster.device, scenario.efficiency, scenario.cluster.devices
+        )
+        cluster["devices_per_instance"] = count
+        notes.append(f"an instance has {count} device(s), so that half its memory is left to KV")
+    if "slots" not in cluster:
+        cluster["slots"] = _slots(validate(Scenario, data, SOURCE))
+        notes.append(f"an instance has {cluster['slots']} slots, as its KV memory allows")
+    scenario = validate(Scenario, data, SOURCE)
+    scenario.setup(ParadigmName.SYNC)
+    return scenario
+
+
+def _slots(scenario: Scenario) -> int:
+    lengths = Lengths.of(
+        scenario.workload, scenario.scenario.seed, scenario.orchestration.group_size
+    )
+    try:
+        costs = Costs(
+            scenario.model,
+            scenario.cluster.device,
+            scenario.efficiency,
+            devices_per_instance=scenario.cluster.devices_per_instance,
+        )
+    except ValueError as error:
+        raise UserError(f"cluster: {error}") from None
+    return slots_of(costs, lengths)
+
+
+def _flags(question: Question, notes: list[str]) -> list[str]:
+    """The flags as overrides, in the words of a scenario."""
+    values: dict[str, Any] = {
+        "cluster.devices": question.devices,
+        "cluster.device": question.device,
+        "cluster.devices_per_instance": question.devices_per_instance,
+    }
+    if question.batch is not None:
+        prompts, responses = question.batch
+        values["orchestration.groups_per_step"] = prompts
+        values["orchestration.group_size"] = responses
+    if question.model is not None:
+        values["model"], note = model_named(question.model)
+        notes += [] if note is None else [note]
+    return [f"{key}={_toml(value)}" for key, value in values.items() if value is not None]
+
+
+def _lengths(question: Question, workload: Workload) -> list[str]:
+    """What the flags say of responses, on top of what the workload says."""
+    mean, most, sigma = question.mean_length, question.max_length, question.length_sigma
+    said = not (mean is None and most is None and sigma is None)
+    if question.lengths is not None:
+        if mean is not None or sigma is not None:
+            raise UserError("--lengths goes without --mean-length and --length-sigma.")
+        table: dict[str, Any] = {"kind": "empirical", "path": str(question.lengths)}
+        if most is not None:
+            table["max"] = most
+        return [f"workload.response_tokens={_toml(table)}"]
+    if not said:
+        return []
+    now = workload.response_tokens
+    if not isinstance(now, LogNormal):
+        now = LogNormal(mean=2400, sigma=1.0, max=30_000)
+    mean = now.mean if mean is None else mean
+    if sigma == 0:
+        return [f"workload.response_tokens={_toml(mean)}"]
+    table = {"kind": "lognormal", "mean": mean, "max": now.max if most is None else most}
+    if sigma is None and now.sigma is None:
+        table["p99"] = now.p99
+    else:
+        table["sigma"] = now.sigma if sigma is None else sigma
+    return [f"workload.response_tokens={_toml(table)}"]
+
+
+def _toml(value: Any) -> str:
+    """A value as TOML would write it on one line."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
+    return json.dumps(value)
+
+
+def _calibrated(scenario: Scenario, minutes: float, notes: list[str]) -> Scenario:
+    """The scenario with the train efficiency that a measured step implies."""
+    devices, measured_s = scenario.cluster.devices, 60 * minutes
+    bounds = Bounds(scenario)
+    knobs = scenario.efficiency
+    fixed_s = knobs.train_overhead_s + scenario.cluster.updates_per_step * knobs.update_overhead_s
+    now_s = bounds.train_s(devices) - bounds.publish_s(devices) - fixed_s
+    least_s = fixed_s + now_s * knobs.train_efficiency
+    if measured_s < least_s:
+        raise UserError(
+            f"--train-step-minutes must be >= {least_s / 60:.3g} here, the peak of {devices} "
+            f"device(s) and the fixed parts of a step: `{minutes:g}`. Check --batch and the "
+            "lengths, or lower efficiency.train_overhead_s."
+        )
+    efficiency = knobs.train_efficiency * now_s / (measured_s - fixed_s)
+    notes.append(f"training reaches {efficiency:.1%} of the peak, as the measured step implies")
+    plain = scenario.model_dump(mode="json", exclude_none=True)
+    plain["efficiency"]["train_efficiency"] = efficiency
+    for own in plain["paradigm"].values():
+        own["efficiency"].pop("train_efficiency", None)
+    return validate(Scenario, plain, SOURCE)

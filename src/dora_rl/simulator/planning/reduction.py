@@ -1,0 +1,175 @@
+"""A smaller problem that behaves like the large one, so that a plan takes about a minute.
+
+Two rules, in this order, each as far as needed:
+
+1. Fewer instances: devices and groups per step shrink by the same factor, so every ratio stays.
+2. Each simulated trajectory stands for several alike: slots and groups per step shrink, and a
+   token costs as much KV, attention and arithmetic as its peers did together. Weights, devices
+   and splits stay. For dense models only: experts that a batch touches do not add up this way.
+
+Either way a step draws fewer lengths, so its longest one is a little shorter: synchronous
+training looks slightly better than it is, and a gain over it is understated.
+"""
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+from dora_rl.config import validate
+from dora_rl.core.settings import ParadigmName
+from dora_rl.simulator.scenarios import Scenario
+
+# Fewer instances could not be shared out over versions as finely as many are.
+MIN_INSTANCES = 24
+# Fewer slots or groups, and single trajectories would show.
+MIN_SLOTS = 8
+MIN_GROUPS = 16
+# The longest trajectory may take this share of an instance's KV memory, or it would crowd it.
+_LONGEST_SHARE = 0.25
+# Slots that the division by the number of peers may lose.
+_LOST_SLOTS = 0.04
+
+_SIZES = {
+    "orchestration": (
+        *("groups_per_step", "group_size", "max_steps"),
+        *("max_staleness", "pipeline_depth", "version_slots"),
+    ),
+    "cluster": (
+        *("devices", "devices_per_instance", "train_devices", "device"),
+        *("slots", "prompts", "reward_workers"),
+    ),
+}
+
+MEASURED_STEPS = 5
+_LEAST_WARMUP, _MOST_WARMUP = 3, 8
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """The simulated problem beside the real one."""
+
+    real: Scenario
+    scenario: Scenario
+    """The simulated one; its split, K, depth and version slots are still to be set."""
+    peers: int
+    """Real trajectories that one simulated trajectory stands for."""
+
+    @property
+    def instances(self) -> int:
+        """Simulated instances, if all devices were rollout's."""
+        return _instances(self.scenario)
+
+    @property
+    def real_instances(self) -> int:
+        """Real instances, if all devices were rollout's."""
+        return _instances(self.real)
+
+    @property
+    def reduced(self) -> bool:
+        """Whether anything differs."""
+        return self.peers > 1 or self.instances < self.real_instances
+
+    @property
+    def factor(self) -> float:
+        """Real trajectories of a step over simulated ones."""
+        return self.real.orchestration.groups_per_step / self.scenario.orchestration.groups_per_step
+
+    def real_rollout(self, instances: int, node_devices: int) -> int:
+        """Real rollout instances for so many simulated ones, in whole nodes if that is finer."""
+        each = self.real.cluster.devices_per_instance
+        ratio = self.real_instances / self.instances
+        exact = instances * ratio
+        node = node_devices // each if node_devices % each == 0 else 1
+        if node > 1 and ratio >= node and self.real.cluster.devices % node_devices == 0:
+            exact = node * round(exact / node)
+        return min(max(round(exact), 1), self.real_instances - 1)
+
+    def describe(self) -> str:
+        """What was simulated, in words."""
+        small, real = self.scenario, self.real
+        parts = []
+        if self.instances < self.real_instances:
+            parts.append(f"{small.cluster.devices} of the {real.cluster.devices} devices")
+        if self.peers > 1:
+            parts.append(f"one trajectory for every {self.peers}")
+        if not parts:
+            return "the search simulates the problem at its full size"
+        groups = small.orchestration.groups_per_step
+        return (
+            f"the search simulates {' and '.join(parts)}, with {groups} instead of "
+            f"{real.orchestration.groups_per_step} groups a step: all ratios stay, but the "
+            "longest response of a step is a little shorter, which favours sync"
+        )
+
+
+def reduce(real: Scenario, trajectories: float, max_staleness: int) -> Reduction:
+    """The problem made so small that one run has about so many trajectories."""
+    settings, cluster = real.orchestration, real.cluster
+    instances = _instances(real)
+    in_step = settings.groups_per_step * settings.group_size
+    filled = min(instances * cluster.slots / in_step, max_staleness + 1)
+    # The first steps fill the pipeline and train what is short; they are not measured.
+    warmup = min(max(ceil(filled) + 1, _LEAST_WARMUP), _MOST_WARMUP)
+    steps = warmup + MEASURED_STEPS
+    wanted = in_step * (steps + filled) / trajectories
+    wanted = max(1.0, min(wanted, settings.groups_per_step / MIN_GROUPS))
+    few = min(instances, max(MIN_INSTANCES, ceil(instances / wanted)))
+    peers = _peers(real, wanted * few / instances)
+    plain = real.model_dump(mode="json", exclude_none=True)
+    _shrink(plain, few / instances / peers, peers)
+    plain["cluster"]["devices"] = few * cluster.devices_per_instance
+    plain["scenario"] |= {"steps": steps, "warmup_steps": warmup}
+    return Reduction(real, validate(Scenario, plain, real.scenario.title), peers)
+
+
+def _instances(scenario: Scenario) -> int:
+    return scenario.cluster.devices // scenario.cluster.devices_per_instance
+
+
+def _peers(real: Scenario, most: float) -> int:
+    slots = real.cluster.slots
+    if real.model.experts is not None or real.model.active < real.model.parameters:
+        return 1
+    capacity = real.setup(ParadigmName.SYNC).params.costs().kv_capacity_tokens
+    most = min(most, slots / MIN_SLOTS, _LONGEST_SHARE * capacity / real.workload.longest_tokens)
+    for peers in range(int(most), 1, -1):
+        if slots % peers <= _LOST_SLOTS * slots:
+            return peers
+    return 1
+
+
+def _shrink(plain: dict[str, Any], ratio: float, peers: int) -> None:
+    orchestration, cluster, model = plain["orchestration"], plain["cluster"], plain["model"]
+    groups = max(1, round(orchestration["groups_per_step"] * ratio))
+    # A plan is for the steady state: neither prompts nor steps run out.
+    orchestration |= {"groups_per_step": groups, "pipeline_depth": 0, "max_steps": 0}
+    cluster.pop("prompts", None)
+    cluster["slots"] = max(1, cluster["slots"] // peers)
+    if "reward_workers" in cluster:
+        cluster["reward_workers"] = max(1, round(cluster["reward_workers"] * ratio))
+    model["parameters"] *= peers
+    if "active_parameters" in model:
+        model["active_parameters"] *= peers
+    model["bytes_per_parameter"] /= peers
+    model["heads"] *= peers
+    model["kv_heads"] *= peers
+
+
+def with_settings(
+    scenario: Scenario, orchestration: dict[str, Any], train_devices: int | None
+) -> Scenario:
+    """The scenario with a candidate's values."""
+    plain = scenario.model_dump(mode="json", exclude_none=True)
+    plain["orchestration"] |= orchestration
+    if train_devices is not None:
+        plain["cluster"]["train_devices"] = train_devices
+    return validate(Scenario, plain, scenario.scenario.title)
+
+
+def without_own_sizes(scenario: Scenario) -> Scenario:
+    """The scenario without what `[paradigm.…]` says of sizes: the plan sets these for all."""
+    plain = scenario.model_dump(mode="json", exclude_none=True)
+    for own in plain["paradigm"].values():
+        for section, keys in _SIZES.items():
+            own[section] = {key: own[section][key] for key in own[section] if key not in keys}
+    return validate(Scenario, plain, scenario.scenario.title)

@@ -1,0 +1,296 @@
+"""The search: which candidates are simulated, in which order, and when to stop.
+
+Deterministic: the next candidate depends on the problem and on earlier results alone, so the
+same seed gives the same plan. A budget or an interruption cuts the order short, between two
+candidates, and the result says so.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import ceil
+
+from dora_rl.core.errors import UserError
+from dora_rl.core.settings import ParadigmName
+from dora_rl.observe.metrics import Summary
+from dora_rl.simulator.planning.bounds import Bounds
+from dora_rl.simulator.planning.reduction import Reduction, with_settings
+from dora_rl.simulator.scenarios import Scenario
+from dora_rl.simulator.simulate import simulate
+
+SYNC, ONE_STEP, OURS = ParadigmName.SYNC, ParadigmName.ONE_STEP, ParadigmName.MULTI_VERSION
+
+# What a search usually takes; with the cost of a trajectory it turns a budget into a size.
+PLANNED_RUNS = 28
+TRAJECTORY_COST_S = 0.0002
+# Devices of one machine: a split in whole machines is easier to live with.
+NODE_DEVICES = 8
+# Weights and gradients in bf16, master weights and two moments in fp32, sharded (as in ZeRO).
+TRAIN_BYTES_PER_PARAMETER = 16
+# Candidates so near to the best are as good as it: a few steps measure no finer.
+TIE = 0.02
+_LADDER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+_DEPTHS = (1.0, 1.25, 1.5, 2.0)
+# A bound must be this far below the best to count as hopeless: its means are sampled.
+_HOPELESS = 0.97
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Candidate:
+    """One way to run the simulated cluster."""
+
+    paradigm: ParadigmName
+    rollout: int
+    """Simulated rollout instances; 0 where all devices are shared."""
+    max_staleness: int
+    depth: float = 0.0
+    """`pipeline_depth` in batches; 0 follows the slots."""
+    version_slots: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A simulated candidate, in figures of the real cluster."""
+
+    candidate: Candidate
+    summary: Summary
+    tokens_per_s: float
+    rollout_instances: int
+    train_devices: int
+    """0 where the devices are shared."""
+    rollout_devices: int
+    pipeline_depth: int
+
+    @property
+    def paradigm(self) -> ParadigmName:
+        return self.candidate.paradigm
+
+    @property
+    def whole_nodes(self) -> bool:
+        """Whether no machine is shared by training and rollout."""
+        return self.train_devices % NODE_DEVICES == 0
+
+    @property
+    def wasted_share(self) -> float:
+        """Device time in which a slot is idle in rollout, or the trainer waits."""
+        idle, slots = self.summary.rollout_only_share, self.summary.bubble_share
+        if not self.train_devices:
+            return idle * slots
+        part = self.train_devices / (self.train_devices + self.rollout_devices)
+        return part * idle + (1 - part) * slots
+
+
+def best_of(trials: list[Trial]) -> Trial:
+    """The fastest; among those as fast, the one with the least staleness, then the simplest."""
+    fastest = max(trial.tokens_per_s for trial in trials)
+    near = [trial for trial in trials if trial.tokens_per_s >= (1 - TIE) * fastest]
+    return min(
+        near,
+        key=lambda trial: (
+            round(trial.summary.mean_staleness, 1),
+            trial.candidate.max_staleness,
+            not trial.whole_nodes,
+            trial.candidate.version_slots,
+            -trial.tokens_per_s,
+            trial.candidate,
+        ),
+    )
+
+
+class _Cut(Exception):
+    """The budget is spent."""
+
+
+Progress = Callable[[int, Candidate], None]
+"""Called before each simulation, with the number done."""
+
+
+@dataclass
+class Search:
+    """Simulates candidates of one problem, each once."""
+
+    reduction: Reduction
+    max_staleness: int
+    budget_s: float
+    progress: Progress | None = None
+    clock: Callable[[], float] = time.perf_counter
+    trials: dict[Candidate, Trial] = field(default_factory=dict)
+    refused: dict[Candidate, str] = field(default_factory=dict)
+    cut: str | None = None
+    """Why the search ended early."""
+
+    def __post_init__(self) -> None:
+        self.bounds = Bounds(self.reduction.scenario)
+        self._started = self.clock()
+        self._each = self.reduction.scenario.cluster.devices_per_instance
+        self.least_train = self._least_train_instances()
+
+    @property
+    def splits(self) -> range:
+        """The rollout instances that a split can have; the trainer takes the others."""
+        return range(1, self.reduction.instances - self.least_train + 1)
+
+    def run(self) -> None:
+        """Simulate until nothing promising is left, or the search is cut."""
+        try:
+            self._try(Candidate(SYNC, 0, 0))
+            if self.max_staleness and self.splits:
+                self._explore()
+        except _Cut:
+            self.cut = "budget"
+        except KeyboardInterrupt:
+            if not self.trials:
+                raise
+            self.cut = "interrupted"
+
+    def of(self, paradigm: ParadigmName) -> list[Trial]:
+        """The successful trials of one paradigm, in the order of the search."""
+        return [trial for trial in self.trials.values() if trial.paradigm == paradigm]
+
+    def _explore(self) -> None:
+        middle = min(3, self.max_staleness)
+        self._climb(Candidate(OURS, self._promising(middle), middle), self._stride())
+        if not self.of(OURS):
+            return
+        best = best_of(self.of(OURS)).candidate
+        for bound in _LADDER:
+            if bound <= self.max_staleness:
+                self._try(Candidate(OURS, best.rollout, bound))
+        best = best_of(self.of(OURS)).candidate
+        self._climb(Candidate(ONE_STEP, best.rollout, 1), max(1, self._stride() // 2))
+        self._vary(best)
+        lowest = Candidate(OURS, best.rollout, 1, 1.0)
+        self._try(lowest)
+        best = best_of(self.of(OURS)).candidate
+        self._climb(best, 1)
+
+    def _vary(self, best: Candidate) -> None:
+        """Depths and version slots around the best so far."""
+        for depth in _DEPTHS:
+            if depth <= best.max_staleness + 1:
+                self._try(Candidate(OURS, best.rollout, best.max_staleness, depth))
+        best = best_of(self.of(OURS)).candidate
+        self._try(
+            Candidate(OURS, best.rollout, best.max_staleness, best.depth, best.version_slots + 1)
+        )
+
+    # Splits
+
+    def _least_train_instances(self) -> int:
+        """The trainer's least share, in instances, that holds what training keeps in memory."""
+        real = self.reduction.real
+        memory = real.cluster.device.memory_bytes * real.efficiency.kv_memory_fraction
+        devices = real.model.parameters * TRAIN_BYTES_PER_PARAMETER / memory
+        share = devices / real.cluster.devices
+        if share > 1:  # then it is not kept in device memory, or not for all weights
+            return 1
+        return max(1, ceil(share * self.reduction.instances - 1e-9))
+
+    def _stride(self) -> int:
+        """The first distance between splits: about an eighth of the cluster, in whole nodes."""
+        stride = max(1, self.reduction.instances // 8)
+        node = max(1, NODE_DEVICES // self._each)
+        return stride - stride % node if stride >= node else stride
+
+    def _promising(self, max_staleness: int) -> int:
+        """The split with the best bound; whole nodes where the cluster has several."""
+        splits = list(self.splits)
+        if self.reduction.scenario.cluster.devices >= 4 * NODE_DEVICES:
+            whole = [rollout for rollout in splits if self._train(rollout) % NODE_DEVICES == 0]
+            splits = whole or splits
+        return min(splits, key=lambda rollout: (self._bound_s(rollout, max_staleness), rollout))
+
+    def _bound_s(self, rollout: int, max_staleness: int) -> float:
+        return self.bounds.step_s(rollout, self._train(rollout), max_staleness)
+
+    def _train(self, rollout: int) -> int:
+        return self.reduction.scenario.cluster.devices - rollout * self._each
+
+    def _climb(self, start: Candidate, stride: int) -> None:
+        """From split to better split, with ever smaller strides."""
+        best = self._try(start)
+        while stride:
+            here = start.rollout if best is None else best.candidate.rollout
+            near = [
+                self._try(self._moved(start, rollout))
+                for rollout in (here - stride, here + stride)
+                if rollout in self.splits and not self._hopeless(start, rollout)
+            ]
+            better = [
+                trial
+                for trial in near
+                if trial and (best is None or trial.tokens_per_s > best.tokens_per_s)
+            ]
+            if better:
+                best = max(better, key=lambda trial: trial.tokens_per_s)
+            else:
+                stride //= 2
+
+    def _moved(self, start: Candidate, rollout: int) -> Candidate:
+        return Candidate(
+            start.paradigm, rollout, start.max_staleness, start.depth, start.version_slots
+        )
+
+    def _hopeless(self, start: Candidate, rollout: int) -> bool:
+        """Even at its bound this split would be slower than one that was simulated."""
+        rivals = self.of(start.paradigm)
+        if not rivals:
+            return False
+        bound_s = self._bound_s(rollout, start.max_staleness)
+        per_step = self.reduction.real.orchestration.groups_per_step
+        per_step *= self.reduction.real.orchestration.group_size
+        most = per_step * self.bounds.lengths.generated / bound_s
+        return most < _HOPELESS * max(trial.tokens_per_s for trial in rivals)
+
+    # One candidate
+
+    def scenario_of(self, candidate: Candidate) -> Scenario:
+        """What is simulated for a candidate."""
+        scenario = self.reduction.scenario
+        orchestration = {
+            "max_staleness": candidate.max_staleness,
+            "pipeline_depth": ceil(candidate.depth * scenario.orchestration.groups_per_step),
+            "version_slots": candidate.version_slots,
+        }
+        devices = self._train(candidate.rollout) if candidate.rollout else None
+        return with_settings(scenario, orchestration, devices)
+
+    def _try(self, candidate: Candidate) -> Trial | None:
+        """Simulate a candidate, unless that was done; None where it cannot run."""
+        if candidate in self.trials or candidate in self.refused:
+            return self.trials.get(candidate)
+        # A plan needs one of each at least, whatever they take.
+        compared = any(other.paradigm == OURS for other in (*self.trials, *self.refused))
+        if compared and self.clock() - self._started >= self.budget_s:
+            raise _Cut
+        if self.progress is not None:
+            self.progress(len(self.trials), candidate)
+        try:
+            scenario = self.scenario_of(candidate)
+            scenario.setup(candidate.paradigm)
+        except UserError as error:
+            self.refused[candidate] = str(error)
+            return None
+        summary = simulate(scenario, candidate.paradigm).summary
+        if not summary.ok or not summary.tokens_per_s:
+            reason = summary.end if summary.audit_ok else summary.audit
+            self.refused[candidate] = f"the simulated run failed: {reason}"
+            return None
+        trial = self.trials[candidate] = self._trial(candidate, summary)
+        return trial
+
+    def _trial(self, candidate: Candidate, summary: Summary) -> Trial:
+        real = self.reduction.real
+        each, devices = real.cluster.devices_per_instance, real.cluster.devices
+        instances = self.reduction.real_instances
+        if candidate.rollout:
+            instances = self.reduction.real_rollout(candidate.rollout, NODE_DEVICES)
+        return Trial(
+            candidate,
+            summary,
+            summary.tokens_per_s * self.reduction.factor,
+            instances,
+            devices - instances * each if candidate.rollout else 0,
+            instances * each,
+            ceil(candidate.depth * real.orchestration.groups_per_step),
+        )
