@@ -32,6 +32,7 @@ class Placing:
         around: Surroundings,
         shapes: Shapes,
         group_size: int,
+        groups_per_step: int | None,
         jobs: dict[int, Job],
         remember: bool,
     ) -> None:
@@ -39,6 +40,7 @@ class Placing:
         self._clock = around.clock
         self._draw = shapes.trajectory
         self._group_size = group_size
+        self._groups_per_step = groups_per_step
         self._jobs = jobs
         self._started: set[int] | None = set() if remember else None
 
@@ -60,7 +62,10 @@ class Placing:
         group, member = divmod(name, self._group_size)
         job = self._jobs.get(name)
         if job is None:
-            job = self._jobs[name] = Job(self._draw(group, member, version))
+            # Drift follows the group's place in the stream, not when it started: every paradigm
+            # meets the same lengths.
+            age = 0 if self._groups_per_step is None else group // self._groups_per_step
+            job = self._jobs[name] = Job(self._draw(group, member, age))
         run = Run(name, fence, group, version, digest, job)
         if command.prefix_tokens:
             if command.prefix_tokens > job.saved:

@@ -61,6 +61,7 @@ def simulate(
         setup.sampler(),
         setup.seed,
         group_size=setup.settings.group_size,
+        groups_per_step=setup.settings.groups_per_step,
         recorder=recorder,
     )
     audit = Audit(setup.settings)

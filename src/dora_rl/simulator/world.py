@@ -73,6 +73,7 @@ class World:
         seed: int,
         *,
         group_size: int,
+        groups_per_step: int | None = None,
         recorder: Recorder | None = None,
         steady_version: int | None = None,
     ) -> None:
@@ -97,6 +98,10 @@ class World:
         costs = params.costs()
         if isinstance(sampler, Sampler):
             _check_fits(sampler.workload.longest_tokens, costs.kv_capacity_tokens)
+            if sampler.workload.growth_per_step and groups_per_step is None:
+                raise ValueError(
+                    "growth_per_step needs groups_per_step: how many groups are a step?"
+                )
         self._around = around = Surroundings(self.clock, costs, recorder)
         if params.faults.endless_environment:
             around.hangs = self._environment_hangs
@@ -107,7 +112,12 @@ class World:
             around, params, self.instances, self.faults, leases=self.network.faulty
         )
         self._placing = Placing(
-            around, sampler, group_size, self.jobs, remember=params.faults.any_message
+            around,
+            sampler,
+            group_size,
+            groups_per_step,
+            self.jobs,
+            remember=params.faults.any_message,
         )
         self._hosting = Hosting(
             around, self.store, self.faults, self._disowned, params.carry_reprefill

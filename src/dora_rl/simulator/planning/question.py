@@ -21,11 +21,11 @@ from dora_rl.simulator.workload import LogNormal, Workload
 SOURCE = "the command line"
 # What the plan finds; a value given for them would be ignored.
 _SEARCHED = {
-    "cluster.train_devices": "the plan finds it",
-    "orchestration.pipeline_depth": "the plan finds it",
-    "orchestration.version_slots": "the plan finds it",
-    "orchestration.max_staleness": "use --max-staleness-limit",
-    "orchestration.paradigm": "the plan finds it",
+    "cluster.train_devices": "The plan finds it.",
+    "orchestration.pipeline_depth": "The plan finds it.",
+    "orchestration.version_slots": "The plan finds it.",
+    "orchestration.max_staleness": "Use --max-staleness-limit.",
+    "orchestration.paradigm": "The plan finds it.",
 }
 # Without a scenario: the batches of DAPO (arXiv 2503.14476), the default workload's lengths.
 _BASE: dict[str, Any] = {
@@ -62,6 +62,12 @@ class Question:
         """Whether anything but a scenario says what to plan."""
         return self.model is not None or self.devices is not None
 
+    @property
+    def speaks_of_lengths(self) -> bool:
+        """Whether a flag changes the lengths of responses."""
+        said = (self.mean_length, self.max_length, self.length_sigma, self.lengths)
+        return any(value is not None for value in said)
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -79,15 +85,7 @@ def pose(question: Question) -> Problem:
         scenario = _from_flags(question, notes)
     else:
         name = "default" if question.scenario is None else question.scenario
-        flags = _flags(question, notes)
-        base = load_scenario(name, ["cluster.train_devices=1"], paradigms=["sync"])
-        flags += _lengths(question, base.workload)
-        scenario = load_scenario(
-            name,
-            ["cluster.train_devices=1", *flags, *question.overrides],
-            paradigms=["sync"],
-            seed=question.seed,
-        )
+        scenario = _from_file(name, question, notes)
     if question.train_step_minutes is not None:
         scenario = _calibrated(scenario, question.train_step_minutes, notes)
     return Problem(scenario, tuple(notes))
@@ -97,15 +95,23 @@ def _refuse_searched(overrides: Sequence[str]) -> None:
     for override in overrides:
         key = override.partition("=")[0].replace(" ", "")
         if key in _SEARCHED:
-            raise UserError(f"--set {key} is not for plans: `{override}`. It: {_SEARCHED[key]}.")
+            raise UserError(f"{key} is not for --set here: `{override}`. {_SEARCHED[key]}")
+
+
+def _from_file(name: str, question: Question, notes: list[str]) -> Scenario:
+    searched = ["cluster.train_devices=1"]  # whatever the file says, and if it says nothing
+    flags = _flags(question, notes)
+    if question.speaks_of_lengths:
+        base = load_scenario(name, searched, paradigms=["sync"])
+        flags += _lengths(question, base.workload)
+    overrides = [*searched, *flags, *question.overrides]
+    return load_scenario(name, overrides, paradigms=["sync"], seed=question.seed)
 
 
 def _from_flags(question: Question, notes: list[str]) -> Scenario:
     if question.model is None or question.devices is None:
         missing = "--model" if question.model is None else "--devices"
-        raise UserError(
-            f"{missing} is missing: give a SCENARIO, or both --model and --devices."
-        )
+        raise UserError(f"{missing} is missing: give a SCENARIO, or both --model and --devices.")
     flags = [*_flags(question, notes), *_lengths(question, Workload()), *question.overrides]
     data = apply_overrides(_BASE, flags)
     if question.seed is not None:
@@ -162,7 +168,6 @@ def _flags(question: Question, notes: list[str]) -> list[str]:
 def _lengths(question: Question, workload: Workload) -> list[str]:
     """What the flags say of responses, on top of what the workload says."""
     mean, most, sigma = question.mean_length, question.max_length, question.length_sigma
-    said = not (mean is None and most is None and sigma is None)
     if question.lengths is not None:
         if mean is not None or sigma is not None:
             raise UserError("--lengths goes without --mean-length and --length-sigma.")
@@ -170,7 +175,7 @@ def _lengths(question: Question, workload: Workload) -> list[str]:
         if most is not None:
             table["max"] = most
         return [f"workload.response_tokens={_toml(table)}"]
-    if not said:
+    if not question.speaks_of_lengths:
         return []
     now = workload.response_tokens
     if not isinstance(now, LogNormal):

@@ -2,10 +2,10 @@
 
 Two rules, in this order, each as far as needed:
 
-1. Fewer instances: devices and groups per step shrink by the same factor, so every ratio stays.
-2. Each simulated trajectory stands for several alike: slots and groups per step shrink, and a
+1. Each simulated trajectory stands for several alike: slots and groups per step shrink, and a
    token costs as much KV, attention and arithmetic as its peers did together. Weights, devices
    and splits stay. For dense models only: experts that a batch touches do not add up this way.
+2. Fewer instances: devices and groups per step shrink by the same factor, so every ratio stays.
 
 Either way a step draws fewer lengths, so its longest one is a little shorter: synchronous
 training looks slightly better than it is, and a gain over it is understated.
@@ -20,12 +20,12 @@ from dora_rl.core.settings import ParadigmName
 from dora_rl.simulator.scenarios import Scenario
 
 # Fewer instances could not be shared out over versions as finely as many are.
-MIN_INSTANCES = 24
+MIN_INSTANCES = 16
 # Fewer slots or groups, and single trajectories would show.
-MIN_SLOTS = 8
+MIN_SLOTS = 16
 MIN_GROUPS = 16
 # The longest trajectory may take this share of an instance's KV memory, or it would crowd it.
-_LONGEST_SHARE = 0.25
+_LONGEST_SHARE = 0.5
 # Slots that the division by the number of peers may lose.
 _LOST_SLOTS = 0.04
 
@@ -113,8 +113,8 @@ def reduce(real: Scenario, trajectories: float, max_staleness: int) -> Reduction
     steps = warmup + MEASURED_STEPS
     wanted = in_step * (steps + filled) / trajectories
     wanted = max(1.0, min(wanted, settings.groups_per_step / MIN_GROUPS))
-    few = min(instances, max(MIN_INSTANCES, ceil(instances / wanted)))
-    peers = _peers(real, wanted * few / instances)
+    peers = _peers(real, wanted)
+    few = _fewer(instances, wanted / peers)
     plain = real.model_dump(mode="json", exclude_none=True)
     _shrink(plain, few / instances / peers, peers)
     plain["cluster"]["devices"] = few * cluster.devices_per_instance
@@ -132,10 +132,19 @@ def _peers(real: Scenario, most: float) -> int:
         return 1
     capacity = real.setup(ParadigmName.SYNC).params.costs().kv_capacity_tokens
     most = min(most, slots / MIN_SLOTS, _LONGEST_SHARE * capacity / real.workload.longest_tokens)
-    for peers in range(int(most), 1, -1):
+    for peers in range(int(most + 0.5), 1, -1):
         if slots % peers <= _LOST_SLOTS * slots:
             return peers
     return 1
+
+
+def _fewer(instances: int, factor: float) -> int:
+    """So many instances fewer; a whole factor of them, so that splits have exact images."""
+    divisor = min(ceil(factor - 0.1), instances // MIN_INSTANCES)
+    for whole in range(divisor, ceil(divisor / 2), -1):
+        if instances % whole == 0:
+            return instances // whole
+    return round(instances / divisor) if divisor > 1 else instances
 
 
 def _shrink(plain: dict[str, Any], ratio: float, peers: int) -> None:
@@ -169,6 +178,7 @@ def with_settings(
 def without_own_sizes(scenario: Scenario) -> Scenario:
     """The scenario without what `[paradigm.…]` says of sizes: the plan sets these for all."""
     plain = scenario.model_dump(mode="json", exclude_none=True)
+    plain["orchestration"] |= {"pipeline_depth": 0, "version_slots": 1, "max_steps": 0}
     for own in plain["paradigm"].values():
         for section, keys in _SIZES.items():
             own[section] = {key: own[section][key] for key in own[section] if key not in keys}

@@ -157,12 +157,11 @@ class Search:
             if bound <= self.max_staleness:
                 self._try(Candidate(OURS, best.rollout, bound))
         best = best_of(self.of(OURS)).candidate
-        self._climb(Candidate(ONE_STEP, best.rollout, 1), max(1, self._stride() // 2))
+        self._try(Candidate(ONE_STEP, best.rollout, 1))
         self._vary(best)
-        lowest = Candidate(OURS, best.rollout, 1, 1.0)
-        self._try(lowest)
         best = best_of(self.of(OURS)).candidate
         self._climb(best, 1)
+        self._climb(Candidate(ONE_STEP, best.rollout, 1), self._stride())
 
     def _vary(self, best: Candidate) -> None:
         """Depths and version slots around the best so far."""

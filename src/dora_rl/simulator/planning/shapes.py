@@ -18,9 +18,7 @@ from dora_rl.simulator.planning.bounds import Lengths
 # included: Qwen/Qwen2.5-*, Qwen/Qwen3-*, meta-llama/Meta-Llama-3-*.
 SHAPES: MappingProxyType[str, Model] = MappingProxyType(
     {
-        "qwen2.5-1.5b": Model(
-            parameters=1.54e9, layers=28, heads=12, kv_heads=2, head_dim=128
-        ),
+        "qwen2.5-1.5b": Model(parameters=1.54e9, layers=28, heads=12, kv_heads=2, head_dim=128),
         "qwen2.5-7b": Model(parameters=7.62e9, layers=28, heads=28, kv_heads=4, head_dim=128),
         "llama-3-8b": Model(parameters=8.03e9, layers=32, heads=32, kv_heads=8, head_dim=128),
         "qwen2.5-14b": Model(parameters=14.8e9, layers=48, heads=40, kv_heads=8, head_dim=128),
@@ -91,9 +89,7 @@ def _like_the_nearest(parameters: float) -> tuple[dict[str, Any], str]:
     return table, f"layers and heads are those of {name}; use --set model.layers=… to change them"
 
 
-def devices_per_instance(
-    model: Model, device: Device, efficiency: Efficiency, devices: int
-) -> int:
+def devices_per_instance(model: Model, device: Device, efficiency: Efficiency, devices: int) -> int:
     """The fewest devices, dividing the cluster, on which the weights leave half to the KV."""
     memory = device.memory_bytes * efficiency.kv_memory_fraction
     needed = model.weight_bytes / (_WEIGHTS_SHARE * memory)

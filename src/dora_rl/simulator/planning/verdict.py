@@ -1,0 +1,203 @@
+"""The choice among simulated candidates, and the reason for it in words and numbers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from dora_rl.core.errors import UserError
+from dora_rl.simulator.planning.question import Problem
+from dora_rl.simulator.planning.reduction import (
+    Reduction,
+    reduce,
+    with_settings,
+    without_own_sizes,
+)
+from dora_rl.simulator.planning.reasons import why, why_not
+from dora_rl.simulator.planning.search import (
+    ONE_STEP,
+    OURS,
+    PLANNED_RUNS,
+    SYNC,
+    TRAJECTORY_COST_S,
+    Progress,
+    Search,
+    Trial,
+    best_of,
+)
+from dora_rl.simulator.scenarios import Scenario
+
+# Below this gain over synchronous training, asynchrony is not worth its staleness.
+WORTHWHILE = 1.05
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do with a cluster, and what was seen on the way to it."""
+
+    reduction: Reduction
+    best: Trial
+    """The recommended one."""
+    sync: Trial
+    rival: Trial | None
+    """The best asynchronous one, recommended or not; None where none can run."""
+    trials: tuple[Trial, ...]
+    """Everything simulated, in the order of the search."""
+    reason: str
+    notes: tuple[str, ...]
+    cut: str | None
+    """`budget` or `interrupted` where the search ended early."""
+    comparison: dict[str, Trial] = field(default_factory=dict)
+    """The best of each paradigm."""
+
+    @property
+    def pays(self) -> bool:
+        """Whether asynchrony gains enough to be recommended."""
+        return self.best is not self.sync
+
+    @property
+    def front(self) -> list[Trial]:
+        """Throughput against mean staleness: what no other candidate beats in both."""
+        return pareto(self.trials)
+
+    @property
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """The recommendation as configuration."""
+        candidate = self.best.candidate
+        if not self.pays:
+            return {"orchestration": {"paradigm": str(SYNC), "max_staleness": 0}}
+        return {
+            "orchestration": {
+                "paradigm": str(candidate.paradigm),
+                "max_staleness": candidate.max_staleness,
+                "pipeline_depth": self.best.pipeline_depth,
+                "version_slots": candidate.version_slots,
+            },
+            "cluster": {"train_devices": self.best.train_devices},
+        }
+
+    def scenario(self) -> Scenario:
+        """The real problem with the recommended values: `dora-rl simulate` runs it."""
+        trial = self.rival or self.sync
+        orchestration = {
+            "max_staleness": trial.candidate.max_staleness,
+            "pipeline_depth": trial.pipeline_depth,
+            "version_slots": trial.candidate.version_slots,
+        }
+        paradigms = [str(name) for name in self.comparison]
+        chosen = with_settings(self.reduction.real, orchestration, trial.train_devices or None)
+        about = chosen.scenario.model_copy(update={"paradigms": tuple(paradigms)})
+        return chosen.model_copy(update={"scenario": about})
+
+    def gain(self, trial: Trial) -> float:
+        """Throughput over that of synchronous training."""
+        return trial.tokens_per_s / self.sync.tokens_per_s
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything that the same seed and budget reproduce."""
+        small, real = self.reduction.scenario, self.reduction.real
+        return {
+            "recommendation": {"settings": self.settings, **self.figures(self.best)},
+            "asynchrony_pays": self.pays,
+            "reason": self.reason,
+            "pareto": [self.figures(trial) for trial in self.front],
+            "comparison": {name: self.figures(trial) for name, trial in self.comparison.items()},
+            "candidates": [self.figures(trial) for trial in self.trials],
+            "simulated": {
+                "full_size": not self.reduction.reduced,
+                "devices": small.cluster.devices,
+                "real_devices": real.cluster.devices,
+                "groups_per_step": small.orchestration.groups_per_step,
+                "real_groups_per_step": real.orchestration.groups_per_step,
+                "trajectories_for_one": self.reduction.peers,
+                "steps": small.scenario.steps,
+                "warmup_steps": small.scenario.warmup_steps,
+            },
+            "complete": self.cut is None,
+            "cut": self.cut,
+            "notes": list(self.notes),
+        }
+
+    def figures(self, trial: Trial) -> dict[str, Any]:
+        """One candidate in numbers."""
+        candidate, summary = trial.candidate, trial.summary
+        return {
+            "paradigm": str(candidate.paradigm),
+            "train_devices": trial.train_devices,
+            "rollout_devices": trial.rollout_devices,
+            "max_staleness": candidate.max_staleness,
+            "pipeline_depth": trial.pipeline_depth,
+            "version_slots": candidate.version_slots,
+            "tokens_per_s": trial.tokens_per_s,
+            "gain_over_sync": self.gain(trial),
+            "step_minutes": summary.step_minutes,
+            "mean_staleness": summary.mean_staleness,
+            "p95_staleness": summary.p95_staleness,
+            "observed_max_staleness": summary.max_staleness,
+            "trainer_idle_share": summary.rollout_only_share,
+            "bubble_share": summary.bubble_share,
+            "wasted_share": trial.wasted_share,
+        }
+
+
+def pareto(trials: tuple[Trial, ...] | list[Trial]) -> list[Trial]:
+    """The candidates that no other one beats in throughput and mean staleness, freshest first."""
+    ordered = sorted(trials, key=lambda t: (t.summary.mean_staleness, -t.tokens_per_s, t.candidate))
+    front: list[Trial] = []
+    for trial in ordered:
+        if not front or trial.tokens_per_s > front[-1].tokens_per_s:
+            front.append(trial)
+    return front
+
+
+def make_plan(
+    problem: Problem,
+    *,
+    max_staleness: int | None = None,
+    budget_s: float = 60.0,
+    progress: Progress | None = None,
+    clock: Callable[[], float] | None = None,
+) -> Plan:
+    """Search for the best way to run a problem, and say why it is the best.
+
+    `max_staleness` limits K; left out, the scenario's own K does. The budget also sets the
+    size of what is simulated, so a larger one measures more finely.
+    """
+    real = without_own_sizes(problem.scenario)
+    limit = real.orchestration.max_staleness if max_staleness is None else max_staleness
+    if limit < 0:
+        raise UserError(f"--max-staleness-limit must be >= 0: `{limit}`.")
+    reduction = reduce(real, budget_s / PLANNED_RUNS / TRAJECTORY_COST_S, limit)
+    search = Search(reduction, limit, budget_s, progress)
+    if clock is not None:
+        search.clock = clock
+    search.run()
+    return conclude(search, problem.notes)
+
+
+def conclude(search: Search, notes: tuple[str, ...] = ()) -> Plan:
+    """Choose among what a search has simulated."""
+    if not search.of(SYNC):
+        reason = next(iter(search.refused.values()), "nothing was simulated")
+        raise UserError(f"sync cannot run here, so there is nothing to compare with: {reason}")
+    sync = search.of(SYNC)[0]
+    asynchronous = [*search.of(OURS), *search.of(ONE_STEP)]
+    rival = best_of(asynchronous) if asynchronous else None
+    comparison = {
+        str(name): best_of(search.of(name)) for name in (SYNC, ONE_STEP, OURS) if search.of(name)
+    }
+    pays = rival is not None and rival.tokens_per_s >= WORTHWHILE * sync.tokens_per_s
+    best = rival if pays and rival is not None else sync
+    reason = why(search, best, sync) if pays else why_not(search, rival, sync)
+    failed = sum("failed" in reason for reason in search.refused.values())
+    more = [f"{failed} simulated candidate(s) failed and were left out"] if failed else []
+    return Plan(
+        search.reduction,
+        best,
+        sync,
+        rival,
+        tuple(search.trials.values()),
+        reason,
+        (*notes, *more),
+        search.cut,
+        comparison,
+    )
