@@ -4,7 +4,7 @@
 win, `search` simulates what might, `verdict` chooses and says why.
 """
 
-from dora_rl.simulator.planning.question import Question, pose
+from dora_rl.simulator.planning.question import Problem, Question, pose
 from dora_rl.simulator.planning.verdict import Plan, make_plan
 
-__all__ = ["Plan", "Question", "make_plan", "pose"]
+__all__ = ["Plan", "Problem", "Question", "make_plan", "pose"]

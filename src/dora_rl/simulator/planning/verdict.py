@@ -4,12 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from dora_rl.config import validate
 from dora_rl.core.errors import UserError
 from dora_rl.simulator.planning.question import Problem
 from dora_rl.simulator.planning.reduction import (
     Reduction,
     reduce,
-    with_settings,
     without_own_sizes,
 )
 from dora_rl.simulator.planning.reasons import why, why_not
@@ -76,17 +76,21 @@ class Plan:
         }
 
     def scenario(self) -> Scenario:
-        """The real problem with the recommended values: `dora-rl simulate` runs it."""
+        """The real problem, each paradigm with its best values: `dora-rl simulate` runs it."""
         trial = self.rival or self.sync
-        orchestration = {
+        plain = self.reduction.real.model_dump(mode="json", exclude_none=True)
+        plain["scenario"]["paradigms"] = list(self.comparison)
+        plain["orchestration"] |= {
             "max_staleness": trial.candidate.max_staleness,
             "pipeline_depth": trial.pipeline_depth,
             "version_slots": trial.candidate.version_slots,
         }
-        paradigms = [str(name) for name in self.comparison]
-        chosen = with_settings(self.reduction.real, orchestration, trial.train_devices or None)
-        about = chosen.scenario.model_copy(update={"paradigms": tuple(paradigms)})
-        return chosen.model_copy(update={"scenario": about})
+        plain["cluster"]["train_devices"] = max(1, trial.train_devices)
+        one_step = self.comparison.get(ONE_STEP)
+        if one_step is not None and one_step is not trial:
+            own = plain["paradigm"].setdefault(ONE_STEP, {})
+            own.setdefault("cluster", {})["train_devices"] = one_step.train_devices
+        return validate(Scenario, plain, self.reduction.real.scenario.title)
 
     def gain(self, trial: Trial) -> float:
         """Throughput over that of synchronous training."""

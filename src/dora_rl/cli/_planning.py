@@ -1,0 +1,126 @@
+"""A plan as text and as JSON."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import tomli_w
+
+from dora_rl.cli._comparison import WIDTH
+from dora_rl.simulator.planning import Plan, Problem
+from dora_rl.simulator.planning.search import Trial
+
+_CUT = {
+    "budget": "The budget ended the search: this is the best of {count} candidates; a larger "
+    "--budget looks further.",
+    "interrupted": "Interrupted: this is the best of {count} candidates.",
+}
+
+
+def to_json(name: str, problem: Problem, plan: Plan) -> dict[str, Any]:
+    """Everything that the same seed and budget reproduce."""
+    scenario = problem.scenario
+    cluster, settings = scenario.cluster, scenario.orchestration
+    about = {
+        "problem": {
+            "name": name,
+            "title": scenario.scenario.title,
+            "seed": scenario.scenario.seed,
+            "devices": cluster.devices,
+            "devices_per_instance": cluster.devices_per_instance,
+            "slots": cluster.slots,
+            "parameters": scenario.model.parameters,
+            "groups_per_step": settings.groups_per_step,
+            "group_size": settings.group_size,
+            "mean_length": scenario.workload.mean_response_tokens(),
+            "max_length": scenario.workload.response_tokens.upper,
+            "train_efficiency": scenario.efficiency.train_efficiency,
+        }
+    }
+    return about | plan.to_json()
+
+
+def print_plan(name: str, problem: Problem, plan: Plan) -> None:
+    """The recommendation, its reason, the front and the comparison."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=False)
+    console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
+    title = problem.scenario.scenario.title
+    console.print(Text(name if title == "planned" else f"{name}: {title}", "bold"))
+    console.print(Text(_facts(problem)))
+    console.print()
+    console.print(Text(_headline(plan), "bold"))
+    console.print()
+    console.print(Text(tomli_w.dumps(plan.settings).strip()))
+    console.print()
+    console.print(Text(plan.reason))
+    console.print()
+    console.print(_table("throughput against staleness", plan, plan.front))
+    console.print()
+    console.print(_table("the best of each paradigm", plan, plan.comparison.values()))
+    console.print()
+    for note in _notes(plan):
+        console.print(Text(f"- {note}"))
+
+
+def _facts(problem: Problem) -> str:
+    scenario = problem.scenario
+    cluster, settings = scenario.cluster, scenario.orchestration
+    lengths = scenario.workload
+    return (
+        f"{cluster.devices} devices in instances of {cluster.devices_per_instance} with "
+        f"{cluster.slots} slots; {settings.groups_per_step} x {settings.group_size} responses a "
+        f"step, of {lengths.mean_response_tokens():,.0f} tokens on average and "
+        f"{lengths.response_tokens.upper:,.0f} at most."
+    )
+
+
+def _headline(plan: Plan) -> str:
+    best = plan.best
+    if not plan.pays:
+        return "Recommended: sync, every device for generation and training in turn."
+    return (
+        f"Recommended: {best.paradigm}, {best.train_devices} devices for training and "
+        f"{best.rollout_devices} for rollout, K = {best.candidate.max_staleness}: "
+        f"{plan.gain(best):.2f} x sync."
+    )
+
+
+def _table(title: str, plan: Plan, trials: Iterable[Trial]) -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column(title)
+    for label in ("train/rollout", "K", "depth", "slots", "tokens/s", "over sync"):
+        table.add_column(label, justify="right")
+    table.add_column("staleness", justify="right")
+    table.add_column("idle", justify="right")
+    for trial in trials:
+        candidate, summary = trial.candidate, trial.summary
+        chosen = trial is plan.best
+        table.add_row(
+            f"{trial.paradigm}{' *' if chosen else ''}",
+            f"{trial.train_devices}/{trial.rollout_devices}" if trial.train_devices else "shared",
+            str(candidate.max_staleness),
+            str(trial.pipeline_depth) if trial.pipeline_depth else "auto",
+            str(candidate.version_slots),
+            f"{trial.tokens_per_s:,.0f}",
+            f"{plan.gain(trial):.2f} x",
+            f"{summary.mean_staleness:.2f}/{summary.max_staleness:g}",
+            f"{100 * trial.wasted_share:.0f} %",
+            style="bold" if chosen else "",
+        )
+    return table
+
+
+def _notes(plan: Plan) -> list[str]:
+    notes = [*plan.notes, plan.reduction.describe()]
+    notes = [f"{note[0].upper()}{note[1:]}." for note in notes]
+    notes.append(
+        "* recommended; staleness is mean/max; slots are versions in one instance; idle is "
+        "device time in which a slot is empty or the trainer waits."
+    )
+    if plan.cut is not None:
+        notes.append(_CUT[plan.cut].format(count=len(plan.trials)))
+    return notes
