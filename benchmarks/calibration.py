@@ -60,10 +60,12 @@ def table() -> None:
 def splits() -> None:
     print("| devices | row | trainer's devices | step, min | rollout only |")
     print("|---|---|---|---|---|")
-    for devices, around in ((64, {"one_step": 32, "multi_version": 32}), (128, None)):
-        centres = around or {"one_step": 48, "multi_version": 64}
-        for name, centre in centres.items():
-            for train in range(centre - 2 * NODE, centre + 2 * NODE + 1, NODE):
+    for devices in PAPER:
+        for name in ("one_step", "multi_version"):
+            centre = (
+                load_scenario(f"paper-{devices}").setup(ParadigmName(name)).params.train_devices
+            )
+            for train in range(centre - NODE, centre + NODE + 1, NODE):
                 got = run(devices, name, train)
                 print(
                     f"| {devices} | `{name}` | {train} | {got.step_minutes:.2f} "

@@ -7,6 +7,7 @@ import tomli_w
 
 from dora_rl.cli._comparison import WIDTH
 from dora_rl.simulator.planning import Plan, Problem
+from dora_rl.simulator.planning.reasons import devices
 from dora_rl.simulator.planning.search import Trial
 
 _CUT = {
@@ -56,9 +57,11 @@ def print_plan(name: str, problem: Problem, plan: Plan) -> None:
     console.print()
     console.print(Text(plan.reason))
     console.print()
-    console.print(_table("throughput against staleness", plan, plan.front))
+    console.print(Text("Throughput against staleness: nothing simulated beats these in both"))
+    console.print(_table(plan, plan.front))
     console.print()
-    console.print(_table("the best of each paradigm", plan, plan.comparison.values()))
+    console.print(Text("The best of each paradigm"))
+    console.print(_table(plan, plan.comparison.values()))
     console.print()
     for note in _notes(plan):
         console.print(Text(f"- {note}"))
@@ -69,7 +72,7 @@ def _facts(problem: Problem) -> str:
     cluster, settings = scenario.cluster, scenario.orchestration
     lengths = scenario.workload
     return (
-        f"{cluster.devices} devices in instances of {cluster.devices_per_instance} with "
+        f"{devices(cluster.devices)} in instances of {cluster.devices_per_instance} with "
         f"{cluster.slots} slots; {settings.groups_per_step} x {settings.group_size} responses a "
         f"step, of {lengths.mean_response_tokens():,.0f} tokens on average and "
         f"{lengths.response_tokens.upper:,.0f} at most."
@@ -81,21 +84,21 @@ def _headline(plan: Plan) -> str:
     if not plan.pays:
         return "Recommended: sync, every device for generation and training in turn."
     return (
-        f"Recommended: {best.paradigm}, {best.train_devices} devices for training and "
+        f"Recommended: {best.paradigm}, {devices(best.train_devices)} for training and "
         f"{best.rollout_devices} for rollout, K = {best.candidate.max_staleness}: "
         f"{plan.gain(best):.2f} x sync."
     )
 
 
-def _table(title: str, plan: Plan, trials: Iterable[Trial]) -> Any:
+def _table(plan: Plan, trials: Iterable[Trial]) -> Any:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    table.add_column(title)
-    for label in ("train/rollout", "K", "depth", "slots", "tokens/s", "over sync"):
+    table.add_column("paradigm")
+    for label in ("train/rollout", "K", "depth", "versions", "tokens/s", "over sync"):
         table.add_column(label, justify="right")
     table.add_column("staleness", justify="right")
-    table.add_column("idle", justify="right")
+    table.add_column("lost", justify="right")
     for trial in trials:
         candidate, summary = trial.candidate, trial.summary
         chosen = trial is plan.best
@@ -108,7 +111,7 @@ def _table(title: str, plan: Plan, trials: Iterable[Trial]) -> Any:
             f"{trial.tokens_per_s:,.0f}",
             f"{plan.gain(trial):.2f} x",
             f"{summary.mean_staleness:.2f}/{summary.max_staleness:g}",
-            f"{100 * trial.wasted_share:.0f} %",
+            f"{100 * trial.lost_share:.0f} %",
             style="bold" if chosen else "",
         )
     return table
@@ -118,8 +121,8 @@ def _notes(plan: Plan) -> list[str]:
     notes = [*plan.notes, plan.reduction.describe()]
     notes = [f"{note[0].upper()}{note[1:]}." for note in notes]
     notes.append(
-        "* recommended; staleness is mean/max; slots are versions in one instance; idle is "
-        "device time in which a slot is empty or the trainer waits."
+        "Columns: * is recommended; versions are those that one instance may hold; staleness is "
+        "mean/max; lost is device time that a schedule without waits would not need."
     )
     if plan.cut is not None:
         notes.append(_CUT[plan.cut].format(count=len(plan.trials)))

@@ -41,41 +41,49 @@ Examples:
 """
 
 
-class _Batch(click.ParamType):
-    """`PROMPTSxRESPONSES`, such as 512x16."""
+def _batch(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    found = re.fullmatch(r"([1-9]\d{0,8})x([1-9]\d{0,8})", value.strip().lower())
+    if found is None:
+        raise click.BadParameter(f"`{value}` is not PROMPTSxRESPONSES, such as 512x16", ctx, param)
+    return int(found[1]), int(found[2])
 
-    name = "batch"
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, int]:
-        found = re.fullmatch(r"([1-9]\d{0,8})x([1-9]\d{0,8})", str(value).strip().lower())
-        if found is None:
-            self.fail(f"`{value}` is not PROMPTSxRESPONSES, such as 512x16", param, ctx)
-        return int(found[1]), int(found[2])
+def _number(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
+    if value is not None and value != value:
+        raise click.BadParameter("`nan` is not a number", ctx, param)
+    return value
 
 
 _POSITIVE = click.FloatRange(min=0, min_open=True)
+# More could be planned, but nobody has them: a slip of the keyboard.
+_DEVICES = click.IntRange(min=1, max=10_000_000)
 
 
 @click.command(epilog=_EPILOG)
 @click.argument("scenario", required=False)
 @click.option("--model", metavar="NAME", help="A known model, its parameters, or a TOML file.")
 @click.option("--device", metavar="NAME", help="The kind of device; H100 if nothing says.")
-@click.option("--devices", type=click.IntRange(min=1), help="All devices of the cluster.")
+@click.option("--devices", type=_DEVICES, help="All devices of the cluster.")
 @click.option(
     "--devices-per-instance",
     type=click.IntRange(min=1),
     help="Of one rollout replica; else as the weights need.",
 )
 @click.option(
-    "--batch", type=_Batch(), metavar="PxR", help="Prompts and responses of a step: 512x16."
+    "--batch", callback=_batch, metavar="PxR", help="Prompts in a step, and responses to each."
 )
-@click.option("--mean-length", type=_POSITIVE, help="Mean response, in tokens (2400).")
-@click.option("--max-length", type=_POSITIVE, help="Longest response, in tokens (30000).")
+@click.option(
+    "--mean-length", type=_POSITIVE, callback=_number, help="Mean response, in tokens (2400)."
+)
+@click.option(
+    "--max-length", type=_POSITIVE, callback=_number, help="Longest response, in tokens (30000)."
+)
 @click.option(
     "--length-sigma",
     type=click.FloatRange(min=0),
+    callback=_number,
     help="Spread of the logarithm of lengths (1.0); 0: all alike.",
 )
 @click.option(
@@ -85,7 +93,10 @@ _POSITIVE = click.FloatRange(min=0, min_open=True)
     help="Measured lengths instead: one a line, or a JSON list.",
 )
 @click.option(
-    "--train-step-minutes", type=_POSITIVE, help="A train step as measured on all devices."
+    "--train-step-minutes",
+    type=_POSITIVE,
+    callback=_number,
+    help="A train step as measured on all devices.",
 )
 @click.option(
     "--max-staleness-limit",
@@ -98,6 +109,7 @@ _POSITIVE = click.FloatRange(min=0, min_open=True)
 @click.option(
     "--budget",
     type=_POSITIVE,
+    callback=_number,
     default=60.0,
     show_default=True,
     metavar="SECONDS",
@@ -114,6 +126,7 @@ _POSITIVE = click.FloatRange(min=0, min_open=True)
 @click.pass_context
 def command(
     ctx: click.Context,
+    /,
     overrides: tuple[str, ...],
     max_staleness_limit: int | None,
     budget: float,
@@ -147,7 +160,7 @@ def command(
 
 def _name(question: Question) -> str:
     if question.scenario is None and question.describes_cluster:
-        return f"{question.model} on {question.devices} devices"
+        return f"{question.model} on {question.devices} x {question.device or 'H100'}"
     return question.scenario or "default"
 
 

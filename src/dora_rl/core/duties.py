@@ -31,6 +31,8 @@ from dora_rl.core.timers import Wait
 from dora_rl.core.transfers import open_migration
 from dora_rl.core.types import BatchGroup, GroupState, TrajectoryState, Version
 
+KV_LOW = 0.9  # of the pressure threshold: below it an instance has recovered
+
 
 def settle(state: State) -> None:
     """Perform every duty that the last event has given rise to."""
@@ -300,7 +302,9 @@ def rebalance(state: State) -> None:
         lambda instance, version: (
             state.now - instance.hosted_since.get(version, 0.0) >= state.settings.turn_s
         ),
-        lambda name: not state.ledger.trajectories[name].paused,
+        needs_slot=lambda name: not state.ledger.trajectories[name].paused,
+        length=lambda name: state.ledger.trajectories[name].tokens,
+        kv_limit=KV_LOW * state.settings.kv_pressure,
     )
     plan = planner.make()
     instances = state.fleet.instances
@@ -393,7 +397,7 @@ def _fill(state: State, demand: Demand) -> None:
 
 def relieve(state: State, instance: Instance) -> None:
     """Trigger: KV pressure. Send the longest trajectories to where there is room."""
-    low = 0.9 * state.settings.kv_pressure
+    low = KV_LOW * state.settings.kv_pressure
     records = state.ledger.trajectories
     excess = instance.kv_tokens - low * instance.kv_capacity_tokens
     for version in sorted(instance.residents):

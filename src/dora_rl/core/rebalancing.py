@@ -96,18 +96,24 @@ class Planner:
         newest: Version,
         economy: Economy,
         turn_ends: Callable[[Instance, Version], bool],
+        *,
         needs_slot: Callable[[TrajectoryId], bool] = lambda _: True,
+        length: Callable[[TrajectoryId], int] = lambda _: 0,
+        kv_limit: float = 1.0,
     ) -> None:
         self.instances = [i for i in instances if not i.leaving]
         self.demands = {d.version: d for d in demands}
         self.newest = newest
         self.economy = economy
         self.turn_ends = turn_ends
-        self.needs_slot = needs_slot
+        self.needs_slot = needs_slot  # one that waits for its environment needs none
+        self.length = length
+        self.kv_limit = kv_limit  # share of an instance's KV that may be filled by moves
+        self.kv = {i.id: i.kv_tokens for i in self.instances}  # as it will be, like the next
         self.plan = Plan()
         self.changed: set[InstanceId] = set()
         self.keepers: set[InstanceId] = set()  # they receive what others give up
-        self.load = {i.id: i.load for i in self.instances}  # as it will be
+        self.load = {i.id: i.load for i in self.instances}
         self.hosts: dict[Version, dict[InstanceId, Instance]] = {}
         for instance in self.instances:
             for version in {*instance.hosts, instance.incoming} - {instance.outgoing, None}:
@@ -180,7 +186,7 @@ class Planner:
         )
 
     def _free_slots(self, version: Version) -> int:
-        return sum(i.free for i in self.hosts.get(version, {}).values())
+        return sum(self._room(i, version) for i in self.hosts.get(version, {}).values())
 
     def _take_from_others(
         self, demand: Demand, targets: Mapping[Version, int], wanted: int, unmet: int
@@ -210,8 +216,8 @@ class Planner:
                 won = donor.free + needed
                 if housed and not self.economy.pays(won, len(moved), unmet):
                     break
-                self.changed.add(donor.id)
-                self._shift(donor, donor_version, moved, hosts)
+                if not self._shift(donor, donor_version, moved, hosts):
+                    break
                 self._convert(donor, demand.version, donor_version)
                 room -= needed
                 housed = True
@@ -236,34 +242,32 @@ class Planner:
 
     def _shift(
         self, donor: Instance, version: Version, moved: list[TrajectoryId], hosts: list[Instance]
-    ) -> None:
-        """Hand a donor's trajectories to the fullest hosts with room.
+    ) -> bool:
+        """Hand a donor's trajectories to the fullest hosts with room; False if none fits all.
 
-        So the light ones stay light, and can be emptied next. A trajectory that waits for its
-        environment takes no slot.
+        So the light ones stay light, and can be emptied next.
         """
-        keepers = (i for i in reversed(hosts) if i.id not in self.changed)
-        left = 0
-        part: list[TrajectoryId] = []
+        keepers = (i for i in reversed(hosts) if i.id not in self.changed and i is not donor)
+        parts: dict[InstanceId, list[TrajectoryId]] = {}
         keeper: Instance | None = None
+        room, kv_room = 0, 0.0
         for name in moved:
-            needed = self.needs_slot(name)
-            while keeper is None or needed > left:
-                self._add_shift(donor, keeper, version, part)
-                part = []
-                keeper = next(keepers)
-                left = self._room(keeper, version)
-            part.append(name)
-            left -= needed
-            self.load[keeper.id] += needed
-        self._add_shift(donor, keeper, version, part)
-
-    def _add_shift(
-        self, donor: Instance, keeper: Instance | None, version: Version, part: list[TrajectoryId]
-    ) -> None:
-        if keeper is not None and part:
-            self.keepers.add(keeper.id)
-            self.plan.shifts.append(Shift(donor.id, keeper.id, version, tuple(part)))
+            needed, length = self.needs_slot(name), self.length(name)
+            while keeper is None or needed > room or length > kv_room:
+                keeper = next(keepers, None)
+                if keeper is None:
+                    return False
+                room = self._room(keeper, version)
+                kv_room = self.kv_limit * keeper.kv_capacity_tokens - self.kv[keeper.id]
+            parts.setdefault(keeper.id, []).append(name)
+            room -= needed
+            kv_room -= length
+        for target, part in parts.items():
+            self.keepers.add(target)
+            self.load[target] += sum(map(self.needs_slot, part))
+            self.kv[target] += sum(map(self.length, part))
+            self.plan.shifts.append(Shift(donor.id, target, version, tuple(part)))
+        return True
 
     def _take_turn(self, demand: Demand) -> None:
         """No place can be had by moving: some version's turn must end, its work be parked.

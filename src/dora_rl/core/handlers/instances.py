@@ -1,7 +1,7 @@
 """Instances come, report, install, leave and fail."""
 
 from dora_rl.core import hosting
-from dora_rl.core.duties import relieve
+from dora_rl.core.duties import KV_LOW, relieve
 from dora_rl.core.events import (
     InstallFailed,
     InstanceFailed,
@@ -86,7 +86,7 @@ def _watch_pressure(state: State, instance: Instance, kv_tokens: int) -> None:
         instance.pressured = True
         if state.paradigm.rebalances:
             relieve(state, instance)
-    elif instance.pressured and share < 0.9 * state.settings.kv_pressure:
+    elif instance.pressured and share < KV_LOW * state.settings.kv_pressure:
         instance.pressured = False
         state.fleet.offer(instance)
         state.unplaced.update(instance.hosts)

@@ -96,7 +96,7 @@ def _rebalance_due(state: State, timer: Timer) -> None:
 
 def _no_fleet(state: State, timer: Timer) -> None:
     lost_at = state.fleet_lost_at
-    if lost_at is not None and state.now - lost_at >= state.settings.fleet_timeout_s:
+    if lost_at is not None and state.now >= lost_at + state.settings.fleet_timeout_s:
         halt(state, ok=False, reason=f"no rollout instance for {state.now - lost_at:.0f} s")
 
 

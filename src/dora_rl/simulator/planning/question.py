@@ -195,7 +195,7 @@ def _toml(value: Any) -> str:
     """A value as TOML would write it on one line."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
-    return json.dumps(value)
+    return repr(value) if isinstance(value, float) else json.dumps(value)
 
 
 def _calibrated(scenario: Scenario, minutes: float, notes: list[str]) -> Scenario:
@@ -213,7 +213,9 @@ def _calibrated(scenario: Scenario, minutes: float, notes: list[str]) -> Scenari
             "lengths, or lower efficiency.train_overhead_s."
         )
     efficiency = knobs.train_efficiency * now_s / (measured_s - fixed_s)
-    notes.append(f"training reaches {efficiency:.1%} of the peak, as the measured step implies")
+    notes.append(
+        f"training reaches {100 * efficiency:.0f}% of the peak, as the measured step implies"
+    )
     plain = scenario.model_dump(mode="json", exclude_none=True)
     plain["efficiency"]["train_efficiency"] = efficiency
     for own in plain["paradigm"].values():

@@ -1,6 +1,6 @@
 """Why a plan is as it is: what bounds the step, what is wasted, why asynchrony (not) pays."""
 
-from dora_rl.simulator.planning.search import OURS, SYNC, Search, Trial
+from dora_rl.simulator.planning.search import OURS, Search, Trial
 
 # Idle less than this, a resource counts as the one that bounds the step.
 _SATURATED = 0.1
@@ -8,21 +8,17 @@ _SATURATED = 0.1
 _LITTLE_TRAINING = 0.25
 # Synchronous slots idle less than this: the tail is short.
 _SHORT_TAIL = 0.35
+# Batches that save less device time than this are not worth a word.
+_FULLER_BATCHES = 1.2
 # Fewer instances than this can be split only coarsely.
 _FEW_INSTANCES = 8
 
 
 def bound_by(trial: Trial) -> str:
-    """`training`, `rollout` or `tail`: what a step waits for."""
-    if trial.paradigm == SYNC:
-        summary = trial.summary
-        generating = summary.rollout_only_share
-        if generating < 0.5:
-            return "training"
-        return "tail" if summary.bubble_share > 0.5 else "rollout"
+    """`training`, `rollout` or `tail`: what an asynchronous step waits for."""
     if trial.summary.rollout_only_share <= _SATURATED:
         return "training"
-    return "rollout" if trial.summary.bubble_share <= _SATURATED else "tail"
+    return "rollout" if trial.slots_idle <= _SATURATED else "tail"
 
 
 def why(search: Search, best: Trial, sync: Trial) -> str:
@@ -31,20 +27,23 @@ def why(search: Search, best: Trial, sync: Trial) -> str:
     ages = best.summary
     return " ".join(
         [
-            f"`{best.paradigm}` with {best.train_devices} devices for training and "
+            f"`{best.paradigm}` with {devices(best.train_devices)} for training and "
             f"{best.rollout_devices} for rollout trains {best.tokens_per_s:,.0f} tokens a second, "
             f"{gain:.2f} times sync, at a staleness of {ages.mean_staleness:.2f} on average and "
             f"{ages.max_staleness:g} at most.",
             _what_bounds(search, best),
-            _what_sync_wastes(sync),
-            f"Here {_percent(best.wasted_share)} is idle.",
+            *_what_sync_loses(search, sync),
+            *_what_batches_gain(search, best),
+            f"Here {_percent(best.lost_share)} is lost.",
             _what_staleness_buys(search, best),
         ]
-    ).strip()
+    )
 
 
 def why_not(search: Search, rival: Trial | None, sync: Trial) -> str:
     """The reason for synchronous training."""
+    if not search.max_staleness:
+        return "A staleness limit of 0 is synchronous training. Use sync."
     begin = "Asynchrony does not pay here"
     if rival is None:
         return f"{begin}: {_no_split(search)}. Use sync."
@@ -53,7 +52,7 @@ def why_not(search: Search, rival: Trial | None, sync: Trial) -> str:
     return " ".join(
         [
             f"{begin}: the best asynchronous candidate (`{rival.paradigm}`, "
-            f"{rival.train_devices} devices for training, {rival.rollout_devices} for rollout) "
+            f"{devices(rival.train_devices)} for training, {rival.rollout_devices} for rollout) "
             f"trains {gain:.2f} times the tokens of sync a second, and less than 1.05 is not "
             "worth the staleness.",
             *causes,
@@ -63,38 +62,63 @@ def why_not(search: Search, rival: Trial | None, sync: Trial) -> str:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
+    return f"{100 * share:.0f}%"
+
+
+def devices(count: int) -> str:
+    """So many devices, in words."""
+    return f"{count} device" if count == 1 else f"{count} devices"
 
 
 def _what_bounds(search: Search, best: Trial) -> str:
     summary, kind = best.summary, bound_by(best)
-    busy = 1 - summary.rollout_only_share
+    waits, idle = summary.rollout_only_share, best.slots_idle
     if kind == "training":
         return (
-            f"Training bounds the step: the trainer works {_percent(busy)} of the time, and "
-            f"{_percent(summary.bubble_share)} of the rollout slots idle."
+            f"Training bounds the step: the trainer works {_percent(1 - waits)} of the time, and "
+            f"{_percent(idle)} of the rollout slots idle."
         )
     if kind == "rollout":
         return (
-            f"Rollout throughput bounds the step: {_percent(1 - summary.bubble_share)} of the "
-            f"slots are busy, and the trainer waits {_percent(summary.rollout_only_share)} of "
-            "the time; another split would be slower."
+            f"Rollout throughput bounds the step: {_percent(1 - idle)} of the slots are busy, and "
+            f"the trainer waits {_percent(waits)} of the time."
         )
     longest = search.bounds.longest_s() / 60
     return (
-        f"The tail bounds the step: neither the trainer ({_percent(busy)} busy) nor the slots "
-        f"({_percent(1 - summary.bubble_share)} busy) are full, while the longest response "
-        f"alone takes {longest:.1f} min and a step {summary.step_minutes:.1f} min."
+        f"The tail bounds the step: neither the trainer ({_percent(1 - waits)} busy) nor the "
+        f"slots ({_percent(1 - idle)} busy) are full, while the longest response alone takes "
+        f"{longest:.1f} min and a step {summary.step_minutes:.1f} min."
     )
 
 
-def _what_sync_wastes(sync: Trial) -> str:
+def _what_sync_loses(search: Search, sync: Trial) -> list[str]:
     summary = sync.summary
-    return (
-        f"In sync, generation takes {_percent(summary.rollout_only_share)} of a step, with "
-        f"{_percent(summary.bubble_share)} of the slots idle: {_percent(sync.wasted_share)} of "
-        "the device time waits for the longest responses."
-    )
+    said = [
+        f"In sync, generation takes {_percent(summary.rollout_only_share)} of a step, and "
+        f"{_percent(sync.slots_idle)} of its slot time waits for the longest responses."
+    ]
+    efficiency = search.reduction.real.efficiency
+    switching = 2 * efficiency.switch_s / (60 * summary.step_minutes)
+    if switching > _SATURATED:
+        said.append(
+            f"Switching devices between generation and training takes {_percent(switching)} "
+            f"(efficiency.switch_s = {efficiency.switch_s:g})."
+        )
+    return [*said, f"In all, sync loses {_percent(sync.lost_share)} of the device time."]
+
+
+def _what_batches_gain(search: Search, best: Trial) -> list[str]:
+    """Fewer instances run fuller batches, and read the weights less often for each token."""
+    bounds, candidate = search.bounds, best.candidate
+    shared, split = search.reduction.instances, candidate.rollout
+    before = shared * bounds.rollout_s(shared, 0)
+    gain = before / (split * bounds.rollout_s(split, candidate.max_staleness))
+    if gain < _FULLER_BATCHES:
+        return []
+    return [
+        f"Fewer instances with fuller batches generate the same tokens in {gain:.1f} times less "
+        "device time."
+    ]
 
 
 def _what_staleness_buys(search: Search, best: Trial) -> str:
@@ -112,8 +136,6 @@ def _what_staleness_buys(search: Search, best: Trial) -> str:
 def _no_split(search: Search) -> str:
     reduction = search.reduction
     each = reduction.real.cluster.devices_per_instance
-    if not search.max_staleness:
-        return "a staleness limit of 0 is synchronous training"
     if reduction.instances < 2:
         return (
             f"a split needs a device for the trainer and an instance for rollout, and there is "
@@ -137,22 +159,21 @@ def _causes(search: Search, rival: Trial, sync: Trial) -> list[str]:
             f"so overlap can hide no more than that, while the split takes {_percent(taken)} of "
             "the devices from generation."
         )
-    if sync.summary.bubble_share < _SHORT_TAIL:
+    if sync.slots_idle < _SHORT_TAIL:
         causes.append(
             f"The tail is short: while sync generates, only "
-            f"{_percent(sync.summary.bubble_share)} of its slots idle, so there is little to win "
-            "back."
+            f"{_percent(sync.slots_idle)} of its slots idle, so there is little to win back."
         )
     if search.reduction.real_instances < _FEW_INSTANCES:
         each = search.reduction.real.cluster.devices_per_instance
         causes.append(
             f"The cluster is small: {search.reduction.real_instances} instance(s) of {each} "
-            f"device(s) can be split only coarsely, and the split idles "
-            f"{_percent(rival.wasted_share)} of its device time."
+            f"device(s) can be split only coarsely, and the split loses "
+            f"{_percent(rival.lost_share)} of its device time."
         )
     if not causes:
         causes.append(
-            f"Sync idles {_percent(sync.wasted_share)} of its device time, the split "
-            f"{_percent(rival.wasted_share)}: what overlap gains, the split loses."
+            f"Sync loses {_percent(sync.lost_share)} of its device time, the split "
+            f"{_percent(rival.lost_share)}: what overlap gains, the split loses."
         )
     return causes

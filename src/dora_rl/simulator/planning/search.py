@@ -7,7 +7,7 @@ candidates, and the result says so.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 
 from dora_rl.core.errors import UserError
@@ -30,6 +30,8 @@ TRAIN_BYTES_PER_PARAMETER = 16
 # Candidates so near to the best are as good as it: a few steps measure no finer.
 TIE = 0.02
 _LADDER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+# Splits whose bounds are computed; more would only be closer to each other.
+_BOUNDED_SPLITS = 1024
 _DEPTHS = (1.0, 1.25, 1.5, 2.0)
 # A bound must be this far below the best to count as hopeless: its means are sampled.
 _HOPELESS = 0.97
@@ -60,6 +62,10 @@ class Trial:
     """0 where the devices are shared."""
     rollout_devices: int
     pipeline_depth: int
+    lost_share: float
+    """Device time that a schedule without waits, switches and half-empty batches would save."""
+    slots_idle: float
+    """Of the slots that the admitted work could fill."""
 
     @property
     def paradigm(self) -> ParadigmName:
@@ -69,15 +75,6 @@ class Trial:
     def whole_nodes(self) -> bool:
         """Whether no machine is shared by training and rollout."""
         return self.train_devices % NODE_DEVICES == 0
-
-    @property
-    def wasted_share(self) -> float:
-        """Device time in which a slot is idle in rollout, or the trainer waits."""
-        idle, slots = self.summary.rollout_only_share, self.summary.bubble_share
-        if not self.train_devices:
-            return idle * slots
-        part = self.train_devices / (self.train_devices + self.rollout_devices)
-        return part * idle + (1 - part) * slots
 
 
 def best_of(trials: list[Trial]) -> Trial:
@@ -159,19 +156,24 @@ class Search:
         best = best_of(self.of(OURS)).candidate
         self._try(Candidate(ONE_STEP, best.rollout, 1))
         self._vary(best)
+        self._climb(best_of(self.of(OURS)).candidate, 1)
+        self._tighten(best_of(self.of(OURS)))
         best = best_of(self.of(OURS)).candidate
-        self._climb(best, 1)
         self._climb(Candidate(ONE_STEP, best.rollout, 1), self._stride())
 
     def _vary(self, best: Candidate) -> None:
         """Depths and version slots around the best so far."""
         for depth in _DEPTHS:
             if depth <= best.max_staleness + 1:
-                self._try(Candidate(OURS, best.rollout, best.max_staleness, depth))
+                self._try(replace(best, depth=depth))
         best = best_of(self.of(OURS)).candidate
-        self._try(
-            Candidate(OURS, best.rollout, best.max_staleness, best.depth, best.version_slots + 1)
-        )
+        self._try(replace(best, version_slots=best.version_slots + 1))
+
+    def _tighten(self, best: Trial) -> None:
+        """The same with the bound that it keeps by itself: a promise that costs nothing."""
+        kept = int(best.summary.max_staleness)
+        if max(1, best.candidate.depth - 1) <= kept < best.candidate.max_staleness:
+            self._try(replace(best.candidate, max_staleness=kept))
 
     # Splits
 
@@ -197,6 +199,7 @@ class Search:
         if self.reduction.scenario.cluster.devices >= 4 * NODE_DEVICES:
             whole = [rollout for rollout in splits if self._train(rollout) % NODE_DEVICES == 0]
             splits = whole or splits
+        splits = splits[:: max(1, len(splits) // _BOUNDED_SPLITS)]
         return min(splits, key=lambda rollout: (self._bound_s(rollout, max_staleness), rollout))
 
     def _bound_s(self, rollout: int, max_staleness: int) -> float:
@@ -211,7 +214,7 @@ class Search:
         while stride:
             here = start.rollout if best is None else best.candidate.rollout
             near = [
-                self._try(self._moved(start, rollout))
+                self._try(replace(start, rollout=rollout))
                 for rollout in (here - stride, here + stride)
                 if rollout in self.splits and not self._hopeless(start, rollout)
             ]
@@ -224,11 +227,6 @@ class Search:
                 best = max(better, key=lambda trial: trial.tokens_per_s)
             else:
                 stride //= 2
-
-    def _moved(self, start: Candidate, rollout: int) -> Candidate:
-        return Candidate(
-            start.paradigm, rollout, start.max_staleness, start.depth, start.version_slots
-        )
 
     def _hopeless(self, start: Candidate, rollout: int) -> bool:
         """Even at its bound this split would be slower than one that was simulated."""
@@ -292,4 +290,25 @@ class Search:
             devices - instances * each if candidate.rollout else 0,
             instances * each,
             ceil(candidate.depth * real.orchestration.groups_per_step),
+            self._lost_share(candidate, summary),
+            self._slots_idle(candidate, summary),
         )
+
+    def _lost_share(self, candidate: Candidate, summary: Summary) -> float:
+        bounds, devices = self.bounds, self.reduction.scenario.cluster.devices
+        bound = candidate.max_staleness
+        if candidate.rollout:
+            train = self._train(candidate.rollout)
+            needed_s = train * bounds.train_s(train)
+            needed_s += (devices - train) * bounds.rollout_s(candidate.rollout, bound)
+            needed_s /= devices
+        else:
+            needed_s = bounds.train_s(devices) + bounds.rollout_s(self.reduction.instances, bound)
+        return max(0.0, 1 - needed_s / (60 * summary.step_minutes))
+
+    def _slots_idle(self, candidate: Candidate, summary: Summary) -> float:
+        scenario = self.reduction.scenario
+        slots = (candidate.rollout or self.reduction.instances) * scenario.cluster.slots
+        settings = scenario.orchestration
+        work = settings.groups_per_step * settings.group_size * (candidate.max_staleness + 1)
+        return max(0.0, 1 - (1 - summary.bubble_share) / min(1.0, work / slots))

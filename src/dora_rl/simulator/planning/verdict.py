@@ -7,12 +7,12 @@ from typing import Any
 from dora_rl.config import validate
 from dora_rl.core.errors import UserError
 from dora_rl.simulator.planning.question import Problem
+from dora_rl.simulator.planning.reasons import why, why_not
 from dora_rl.simulator.planning.reduction import (
     Reduction,
     reduce,
     without_own_sizes,
 )
-from dora_rl.simulator.planning.reasons import why, why_not
 from dora_rl.simulator.planning.search import (
     ONE_STEP,
     OURS,
@@ -139,7 +139,8 @@ class Plan:
             "observed_max_staleness": summary.max_staleness,
             "trainer_idle_share": summary.rollout_only_share,
             "bubble_share": summary.bubble_share,
-            "wasted_share": trial.wasted_share,
+            "slots_idle_share": trial.slots_idle,
+            "lost_share": trial.lost_share,
         }
 
 
@@ -194,6 +195,11 @@ def conclude(search: Search, notes: tuple[str, ...] = ()) -> Plan:
     reason = why(search, best, sync) if pays else why_not(search, rival, sync)
     failed = sum("failed" in reason for reason in search.refused.values())
     more = [f"{failed} simulated candidate(s) failed and were left out"] if failed else []
+    if pays:
+        more.append(
+            "what staleness costs in learning is not modelled: where it matters, take a fresher "
+            "candidate of the front"
+        )
     return Plan(
         search.reduction,
         best,
