@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from dora_rl.core import duties
+from dora_rl.core import duties, hosting
 from dora_rl.core.audit import Audit, AuditReport, Promise
 from dora_rl.core.commands import Command, Fail, Start
+from dora_rl.core.ends import end_group, fail
 from dora_rl.core.errors import IllegalTransition
 from dora_rl.core.handlers import trajectories
 from dora_rl.core.ledger import Ledger, Trajectory
@@ -113,8 +114,8 @@ def fail_what_is_late(patch: pytest.MonkeyPatch) -> None:
         for group in list(state.ledger.groups.values()):
             if group.state is GroupState.OPEN and group.version < state.versions.newest:
                 for member in state.ledger.surviving(group.id):
-                    duties.hosting.cancel(state, state.ledger.trajectories[member])
-                duties.end_group(state, group, failed="too old")
+                    hosting.cancel(state, state.ledger.trajectories[member])
+                end_group(state, group, failed="too old")
         original(state)
 
     patch.setattr(duties, "train", train)
@@ -122,8 +123,8 @@ def fail_what_is_late(patch: pytest.MonkeyPatch) -> None:
 
 def fail_at_the_first_failure(patch: pytest.MonkeyPatch) -> None:
     def attempt_failed(state: State, trajectory: Trajectory, reason: str) -> None:
-        duties.hosting.cancel(state, trajectory)
-        duties.fail(state, trajectory, reason)
+        hosting.cancel(state, trajectory)
+        fail(state, trajectory, reason)
 
     patch.setattr(trajectories, "attempt_failed", attempt_failed)
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from dora_rl.core import duties, hosting, transfers
+from dora_rl.core import duties, hosting, supply, transfers
 from dora_rl.core.audit import Audit
 from dora_rl.core.errors import InvariantViolation
 from dora_rl.core.handlers import trajectories
@@ -50,7 +50,7 @@ def overtake_a_deadline(patch: pytest.MonkeyPatch) -> None:
 
 
 def admit_without_end(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(duties, "schedulable", lambda *_: 100)
+    patch.setattr(supply, "schedulable", lambda *_: 100)
     patch.setattr(duties, "overdue", lambda *_: None)
 
 

@@ -8,30 +8,14 @@ that an event costs the same on eight instances and on eight thousand.
 import heapq
 
 from dora_rl.core import hosting
-from dora_rl.core.admission import schedulable
 from dora_rl.core.batching import overdue, take_earliest
-from dora_rl.core.commands import (
-    Delete,
-    Fail,
-    FetchPrompts,
-    Halt,
-    Judge,
-    SetTimer,
-    Start,
-    Suspend,
-    Train,
-)
-from dora_rl.core.ledger import Group, Trajectory
-from dora_rl.core.paradigms import Pipeline
-from dora_rl.core.placement import Instance
-from dora_rl.core.rebalancing import Demand, Economy, Planner, even_out
-from dora_rl.core.settings import OnFailedMember
+from dora_rl.core.commands import Delete, SetTimer, Start, Suspend, Train
+from dora_rl.core.ends import fail, halt
+from dora_rl.core.rebalancing import rebalance, watch_idle
 from dora_rl.core.state import State, TrainerPhase
+from dora_rl.core.supply import supplement
 from dora_rl.core.timers import Wait
-from dora_rl.core.transfers import open_migration
-from dora_rl.core.types import BatchGroup, GroupState, TrajectoryState, Version
-
-KV_LOW = 0.9  # of the pressure threshold: below it an instance has recovered
+from dora_rl.core.types import BatchGroup, TrajectoryState, Version
 
 
 def settle(state: State) -> None:
@@ -48,7 +32,7 @@ def settle(state: State) -> None:
                 rebalance(state)
             place(state)
             retire(state)
-            _watch_idle(state)
+            watch_idle(state)
     at = state.timers.rearm()
     if at is not None and not state.halted:
         state.emit(SetTimer(at))
@@ -72,14 +56,6 @@ def _pop_first(names: set[int]) -> int:
     first = min(names)
     names.discard(first)
     return first
-
-
-def halt(state: State, *, ok: bool, reason: str) -> None:
-    state.halted = True
-    state.emit(Halt(ok, reason))
-
-
-# Train
 
 
 def train(state: State) -> None:
@@ -157,77 +133,6 @@ def send_batch(state: State) -> None:
     state.emit(Train(trainer.step, groups))
 
 
-# Supplement
-
-
-def supplement(state: State) -> None:
-    """Admit new groups on the newest version, as many as the paradigm wants and K allows."""
-    ledger, settings, newest = state.ledger, state.settings, state.versions.newest
-    if newest < 0 or not state.fleet.slots or state.suspended:
-        return
-    outstanding = ledger.num_outstanding
-    wanted = state.paradigm.room(
-        Pipeline(
-            outstanding,
-            outstanding - len(state.trainer.batch),
-            ledger.num_ready,
-            state.fleet.slots - ledger.demand,
-        ),
-        settings,
-    )
-    if wanted > 0:
-        admit(state, newest, wanted)
-
-
-def admit(state: State, version: Version, wanted: int) -> int:
-    """Start up to `wanted` groups on a version, within the bound, the run and the prompts."""
-    ledger, settings, step = state.ledger, state.settings, state.trainer.step
-    room = min(
-        wanted,
-        schedulable(
-            ledger.pending, version, state.next_step, settings.groups_per_step, state.staleness
-        ),
-    )
-    if settings.max_steps:
-        useful = (settings.max_steps - step) * settings.groups_per_step
-        room = min(room, useful - ledger.num_outstanding)
-    if room <= 0:
-        return 0
-    admitted = min(room, ledger.backlog)
-    record = state.versions.live[version]
-    for _ in range(admitted):
-        group = ledger.admit(version)
-        if state.paradigm.pins_version:
-            record.groups.add(group.id)
-    if admitted:
-        record.vacated = False
-        state.unplaced.add(version)
-    _fetch(state, room - admitted)
-    return admitted
-
-
-def _fetch(state: State, missing: int) -> None:
-    """Keep a batch of prompts in hand."""
-    ledger = state.ledger
-    want = max(missing, state.settings.groups_per_step)
-    if state.fetching is None and not ledger.exhausted and ledger.backlog < want:
-        state.fetching = ledger.prompts
-        state.fetch_attempts = 0
-        send_fetch(state, want)
-
-
-def send_fetch(state: State, count: int) -> None:
-    state.fetch_attempts += 1
-    first = state.ledger.prompts
-    state.timers.set(
-        state.now + state.settings.prompt_timeout_s, Wait.PROMPTS, first, state.fetch_attempts
-    )
-    state.emit(FetchPrompts(first, count))
-
-
-# Place
-
-
 def place(state: State) -> None:
     """Start waiting trajectories on the emptiest instances of their versions."""
     if not state.unplaced:
@@ -265,161 +170,6 @@ def _place_version(state: State, version: Version, heap: list[int]) -> None:
         state.emit(Start(trajectory.id, fence, instance.id, version, trajectory.saved))
 
 
-# Rebalance
-
-
-def _watch_idle(state: State) -> None:
-    """Trigger: slots idle though work waits, since they serve another version."""
-    fleet, settings = state.fleet, state.settings
-    idle = fleet.slots - fleet.load
-    if not state.ledger.num_waiting or idle < settings.idle_slots * fleet.slots:
-        return
-    if idle * len(fleet.instances) >= fleet.slots and state.paradigm.rebalances:
-        # At least one instance's worth. A tenth of the period apart, lest planning dominate.
-        earliest = state.rebalanced_at + settings.rebalance_period_s / 10
-        state.rebalance_soon(max(0.0, earliest - state.now))
-
-
-def rebalance(state: State) -> None:
-    """Give each version its share of the instances, with the least movement that pays."""
-    state.counters["rebalances"] += 1
-    state.rebalance_at = None
-    state.rebalanced_at = state.now
-    state.rebalance_soon(state.settings.rebalance_period_s)
-    if state.versions.newest < 0:
-        return
-    if not state.paradigm.rebalances:
-        for instance in list(state.fleet.instances.values()):
-            hosting.carry_over(state, instance)
-        return
-    _evacuate_again(state)
-    demands = _demands(state)
-    planner = Planner(
-        state.fleet.instances.values(),
-        demands,
-        state.versions.newest,
-        _economy(state),
-        lambda instance, version: (
-            state.now - instance.hosted_since.get(version, 0.0) >= state.settings.turn_s
-        ),
-        needs_slot=lambda name: not state.ledger.trajectories[name].paused,
-        length=lambda name: state.ledger.trajectories[name].tokens,
-        kv_limit=KV_LOW * state.settings.kv_pressure,
-    )
-    plan = planner.make()
-    instances = state.fleet.instances
-    for shift in plan.shifts:
-        source, target = instances[shift.source], instances[shift.target]
-        open_migration(state, source, target, shift.version, shift.trajectories)
-    for change in plan.conversions:
-        hosting.convert(
-            state, instances[change.instance], change.incoming, change.outgoing, park=change.park
-        )
-    for demand in demands:
-        if demand.urgent:
-            _hurry(state, demand.version)
-        elif state.settings.fill_older and demand.version != state.versions.newest:
-            _fill(state, demand)
-        hosting.recall_parked(state, demand.version)
-
-
-def _demands(state: State) -> list[Demand]:
-    """What each version needs now; one that only waits for environments needs no slot yet."""
-    work, records = state.ledger.work, state.ledger.trajectories
-    placed: dict[Version, int] = {}
-    paused: dict[Version, int] = {}
-    for instance in state.fleet.instances.values():
-        for version, residents in instance.residents.items():
-            placed[version] = placed.get(version, 0) + len(residents)
-            if instance.paused:
-                idle = sum(records[name].paused for name in residents)
-                paused[version] = paused.get(version, 0) + idle
-    return [
-        Demand(
-            version,
-            work.get(version, 0) - paused.get(version, 0),
-            work.get(version, 0) - placed.get(version, 0),
-            version + state.staleness <= state.trainer.step,
-        )
-        for version in sorted(state.versions.live)
-        if version in work or version == state.versions.newest
-    ]
-
-
-def _economy(state: State) -> Economy:
-    estimates, settings = state.estimates, state.settings
-    # A gain lasts until the next version reshuffles everything: half a step, on average.
-    horizon = max(settings.rebalance_period_s, (estimates.step_s or 0.0) / 2)
-    return Economy(estimates.install_s, estimates.migration_s, horizon, settings.migration_gain)
-
-
-def _evacuate_again(state: State) -> None:
-    """Instances that were to be emptied, and whose migrations failed or found no room."""
-    for instance in list(state.fleet.instances.values()):
-        if instance.leaving:
-            for version in sorted(instance.residents):
-                hosting.evacuate(state, instance, version)
-        elif instance.outgoing is not None and not instance.parking:
-            hosting.evacuate(state, instance, instance.outgoing)
-
-
-def _hurry(state: State, version: Version) -> None:
-    """The trainer waits for this version: spread its work over its hosts."""
-    hosts = [
-        i
-        for name in sorted(state.versions.live[version].instances)
-        if (i := state.fleet.instances[name]).serves(version)
-    ]
-    for shift in even_out(hosts, version):
-        source, target = (state.fleet.instances[n] for n in (shift.source, shift.target))
-        open_migration(state, source, target, version, shift.trajectories)
-
-
-def _fill(state: State, demand: Demand) -> None:
-    """Put an older version's odd slots to use, unless it is about to be retired.
-
-    Only what is left over when no whole instance can be won from it: a version that is filled
-    while it drains would never give its instances to the newest.
-    """
-    version = demand.version
-    if version + state.staleness < state.trainer.step + 2 or version < state.versions.newest - 1:
-        return
-    hosts = [
-        i
-        for name in state.versions.live[version].instances
-        if (i := state.fleet.instances[name]).serves(version)
-    ]
-    idle = sum(i.free for i in hosts) - demand.waiting
-    if len(hosts) > 1 and idle >= min(i.load for i in hosts):
-        return  # the lightest host can be emptied into the others
-    state.counters["filled_groups"] += admit(state, version, idle // state.settings.group_size)
-
-
-def relieve(state: State, instance: Instance) -> None:
-    """Trigger: KV pressure. Send the longest trajectories to where there is room."""
-    low = KV_LOW * state.settings.kv_pressure
-    records = state.ledger.trajectories
-    excess = instance.kv_tokens - low * instance.kv_capacity_tokens
-    for version in sorted(instance.residents):
-        by_length = sorted(
-            (t for t in instance.residents[version] if records[t].migration is None),
-            key=lambda t: (-records[t].tokens, t),
-        )
-        target = state.fleet.emptiest(version)
-        if target is None or target.kv_tokens > 0.8 * low * target.kv_capacity_tokens:
-            continue
-        part: list[int] = []
-        for name in by_length[: target.free]:
-            if excess <= 0:
-                break
-            part.append(name)
-            excess -= records[name].tokens
-        open_migration(state, instance, target, version, part)
-
-
-# Retire
-
-
 def retire(state: State) -> None:
     """Let go of versions whose work is done, and delete what nobody leases."""
     versions = state.versions
@@ -434,58 +184,3 @@ def retire(state: State) -> None:
         for version in versions.retire_unleased():
             state.fleet.forget_version(version)
             state.emit(Delete(version))
-
-
-# Ends of trajectories and groups
-
-
-def fail(state: State, trajectory: Trajectory, reason: str) -> None:
-    """A trajectory has failed for good; the setting says what that does to its group."""
-    group = state.ledger.groups[trajectory.group]
-    if group.state is not GroupState.OPEN:
-        return
-    state.ledger.fail(trajectory, reason)
-    state.emit(Fail(trajectory.id, reason))
-    if state.settings.on_failed_member is OnFailedMember.FAIL_GROUP:
-        for member in state.ledger.surviving(group.id):
-            hosting.cancel(state, state.ledger.trajectories[member])
-        end_group(state, group, failed="sibling failed")
-    else:
-        complete_if_scored(state, group)
-
-
-def complete_if_scored(state: State, group: Group) -> None:
-    """Every member is in: have the group judged, or end it if none is left."""
-    if group.unscored:
-        return
-    if state.ledger.surviving(group.id):
-        state.ledger.complete(group)
-        send_judge(state, group)
-    else:
-        end_group(state, group, failed="every member failed")
-
-
-def send_judge(state: State, group: Group) -> None:
-    group.attempts += 1
-    state.timers.set(
-        state.now + state.settings.score_timeout_s, Wait.JUDGE, group.id, group.attempts
-    )
-    state.emit(Judge(group.id, state.ledger.surviving(group.id)))
-
-
-def end_group(
-    state: State, group: Group, *, failed: str | None = None, filtered: str | None = None
-) -> None:
-    """A group is terminal: it holds its version no longer."""
-    if failed is not None:
-        for member in state.ledger.surviving(group.id):
-            state.emit(Fail(member, failed))
-        state.ledger.fail_group(group, failed)
-    elif filtered is not None:
-        state.ledger.filter(group, filtered)
-    else:
-        state.ledger.train(group)
-    record = state.versions.live.get(group.version)
-    if record is not None:
-        record.groups.discard(group.id)
-        state.lease_dropped = True

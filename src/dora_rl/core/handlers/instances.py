@@ -1,7 +1,6 @@
 """Instances come, report, install, leave and fail."""
 
 from dora_rl.core import hosting
-from dora_rl.core.duties import KV_LOW, relieve
 from dora_rl.core.events import (
     InstallFailed,
     InstanceFailed,
@@ -14,6 +13,7 @@ from dora_rl.core.events import (
 from dora_rl.core.handlers.common import absorb, live_instance, refuse
 from dora_rl.core.handlers.trajectories import attempt_failed
 from dora_rl.core.placement import Instance
+from dora_rl.core.rebalancing import KV_LOW, relieve
 from dora_rl.core.state import State
 from dora_rl.core.timers import Wait
 from dora_rl.core.types import HostState

@@ -3,11 +3,12 @@
 from collections.abc import Callable
 
 from dora_rl.core import hosting
-from dora_rl.core.duties import end_group, halt, send_fetch, send_judge
+from dora_rl.core.ends import end_group, halt, send_judge
 from dora_rl.core.events import TimerFired
 from dora_rl.core.handlers.training import publish_again, train_again
 from dora_rl.core.handlers.trajectories import attempt_failed
 from dora_rl.core.state import State, TrainerPhase
+from dora_rl.core.supply import send_fetch
 from dora_rl.core.timers import Timer, Wait
 from dora_rl.core.transfers import undo_migration
 from dora_rl.core.types import GroupState, TrajectoryState

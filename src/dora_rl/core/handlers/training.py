@@ -2,7 +2,8 @@
 
 from dora_rl.core import hosting
 from dora_rl.core.commands import Publish, Resume
-from dora_rl.core.duties import end_group, halt, send_batch
+from dora_rl.core.duties import send_batch
+from dora_rl.core.ends import end_group, halt
 from dora_rl.core.events import (
     BatchFailed,
     BatchTrained,

@@ -2,7 +2,7 @@
 
 from dora_rl.core import hosting
 from dora_rl.core.commands import Score
-from dora_rl.core.duties import complete_if_scored, end_group, fail
+from dora_rl.core.ends import complete_if_scored, end_group, fail
 from dora_rl.core.events import (
     GroupJudged,
     TrajectoryFailed,

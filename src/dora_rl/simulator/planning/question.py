@@ -99,7 +99,9 @@ def _refuse_searched(overrides: Sequence[str]) -> None:
 
 
 def _from_file(name: str, question: Question, notes: list[str]) -> Scenario:
-    searched = ["cluster.train_devices=1"]  # whatever the file says, and if it says nothing
+    # Whatever the file says of what is searched, and also if it says nothing.
+    searched = ["cluster.train_devices=1", "orchestration.pipeline_depth=0"]
+    searched.append("orchestration.version_slots=1")
     flags = _flags(question, notes)
     if question.speaks_of_lengths:
         base = load_scenario(name, searched, paradigms=["sync"])

@@ -130,7 +130,7 @@ def _what_staleness_buys(search: Search, best: Trial) -> str:
     most = max(trial.tokens_per_s for trial in larger) / best.tokens_per_s - 1
     if most <= 0.001:
         return f"A bound above K = {bound} adds nothing."
-    return f"A bound above K = {bound} adds only {100 * most:.1f} %."
+    return f"A bound above K = {bound} adds only {100 * most:.1f}%."
 
 
 def _no_split(search: Search) -> str:

@@ -1,5 +1,6 @@
 """The choice among simulated candidates, and the reason for it in words and numbers."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -160,7 +161,7 @@ def make_plan(
     max_staleness: int | None = None,
     budget_s: float = 60.0,
     progress: Progress | None = None,
-    clock: Callable[[], float] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Plan:
     """Search for the best way to run a problem, and say why it is the best.
 
@@ -172,9 +173,7 @@ def make_plan(
     if limit < 0:
         raise UserError(f"--max-staleness-limit must be >= 0: `{limit}`.")
     reduction = reduce(real, budget_s / PLANNED_RUNS / TRAJECTORY_COST_S, limit)
-    search = Search(reduction, limit, budget_s, progress)
-    if clock is not None:
-        search.clock = clock
+    search = Search(reduction, limit, budget_s, progress, clock)
     search.run()
     return conclude(search, problem.notes)
 

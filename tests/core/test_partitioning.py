@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dora_rl.core.partitioning import Demand, Economy, Plan, Planner, Shift, even_out, partition
 from dora_rl.core.placement import Instance
-from dora_rl.core.rebalancing import Demand, Economy, Plan, Planner, Shift, even_out, partition
 from dora_rl.core.types import HostState
 
 works = st.dictionaries(st.integers(0, 8), st.integers(1, 60), min_size=1, max_size=6)
