@@ -25,9 +25,10 @@ from dora_rl.core.journal import JournalWriter
 from dora_rl.core.orchestrator import Orchestrator
 from dora_rl.core.settings import OnFailedMember, ParadigmName, Settings
 from dora_rl.simulator.costs import Efficiency, Model
+from dora_rl.simulator.distributions import Constant, LogNormal, Uniform
 from dora_rl.simulator.faults import FaultParams
 from dora_rl.simulator.params import WorldParams
-from dora_rl.simulator.workload import Constant, LogNormal, Sampler, Uniform, Workload
+from dora_rl.simulator.workload import Sampler, Workload
 from dora_rl.simulator.world import World
 
 MODEL = Model(parameters=1e9, layers=16, heads=16, kv_heads=4, head_dim=64)

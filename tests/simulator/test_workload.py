@@ -14,16 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from dora_rl.simulator.workload import (
+from dora_rl.simulator.distributions import (
     Constant,
     Distribution,
     Empirical,
     LogNormal,
     Pareto,
-    Sampler,
     Uniform,
-    Workload,
 )
+from dora_rl.simulator.workload import Sampler, Workload
 
 PAPER = LogNormal(mean=2400, sigma=1.0, max=30_000)
 MEMBERS = 16

@@ -14,10 +14,11 @@ from dora_rl.core.events import Event
 from dora_rl.core.orchestrator import Orchestrator
 from dora_rl.core.settings import ParadigmName, Settings
 from dora_rl.simulator.costs import Model
+from dora_rl.simulator.distributions import Constant, LogNormal, Uniform
 from dora_rl.simulator.errors import WorldError
 from dora_rl.simulator.faults import FaultParams
 from dora_rl.simulator.params import WorldParams
-from dora_rl.simulator.workload import Constant, LogNormal, Sampler, Uniform, Workload
+from dora_rl.simulator.workload import Sampler, Workload
 from dora_rl.simulator.world import World
 from tests.simulator.scripted import Script, build, check_memory
 

@@ -13,10 +13,11 @@ from dora_rl.config import apply_overrides, validate
 from dora_rl.core.errors import UserError
 from dora_rl.core.settings import ParadigmName
 from dora_rl.simulator.costs import Costs
+from dora_rl.simulator.distributions import LogNormal
 from dora_rl.simulator.planning.bounds import Bounds, Lengths
 from dora_rl.simulator.planning.shapes import devices_per_instance, model_named, slots_of
 from dora_rl.simulator.scenarios import Scenario, load_scenario
-from dora_rl.simulator.workload import LogNormal, Workload
+from dora_rl.simulator.workload import Workload
 
 SOURCE = "the command line"
 # What the plan finds; a value given for them would be ignored.
