@@ -24,7 +24,7 @@ simulated in virtual time; docs/planning.md says how they are found and what to 
 \b
 Models: qwen2.5-1.5b, qwen2.5-7b, llama-3-8b, qwen2.5-14b, qwen2.5-32b, llama-3-70b,
 qwen2.5-72b, qwen3-30b-a3b, qwen3-235b-a22b; a number of parameters; a TOML file of figures.
-Devices: A100, H100, H200, H800; others by --set cluster.device.flops=... and so on.
+Devices: A100, H100, H200, H800; others as a table of figures, cluster.device of a scenario.
 
 \b
 Exit code: 0 with a plan, also if it is `sync`; 2 for bad input; 1 if a simulation breaks down;

@@ -26,8 +26,11 @@ class Lengths:
     """Pairs of tokens that attend to each other."""
     context: float
     """Cached tokens behind a token that is being generated."""
+    turns: float
     longest: int
     """Generated tokens of the longest trajectory."""
+    longest_wait_s: float
+    """Most time that a trajectory spends in environments and for its reward."""
 
     @classmethod
     def of(cls, workload: Workload, seed: int, group_size: int) -> "Lengths":
@@ -35,8 +38,8 @@ class Lengths:
         sampler = Sampler(workload, seed)
         members = min(group_size, 16)
         count = -(-_SAMPLES // members) * members
-        prompt = generated = total = longest = 0
-        pairs = context = 0.0
+        prompt = generated = total = turns = longest = 0
+        pairs = context = longest_wait_s = 0.0
         for index in range(count):
             shape = sampler.trajectory(index // members, index % members)
             cached = shape.prompt_tokens
@@ -45,6 +48,9 @@ class Lengths:
                 tokens = turn.generate_tokens
                 context += tokens * (cached + 0.5 * tokens)
                 cached += tokens + turn.observation_tokens
+            wait_s = sum(turn.environment_s for turn in shape.turns) + shape.reward_s
+            longest_wait_s = max(longest_wait_s, wait_s)
+            turns += len(shape.turns)
             generated += shape.generated_tokens
             longest = max(longest, shape.generated_tokens)
             total += cached
@@ -55,7 +61,9 @@ class Lengths:
             total / count,
             pairs / count,
             context / generated,
+            turns / count,
             longest,
+            longest_wait_s,
         )
 
 
@@ -106,5 +114,7 @@ class Bounds:
         return max(self.train_s(train_devices), self.rollout_s(instances, max_staleness))
 
     def longest_s(self) -> float:
-        """The longest trajectory's tokens, alone on an instance."""
-        return self._costs.decode.steps_time(1, self.lengths.prompt, self.lengths.longest)
+        """What a trajectory may take at most, alone on an instance."""
+        lengths = self.lengths
+        decode_s = self._costs.decode.steps_time(1, lengths.prompt, lengths.longest)
+        return decode_s + lengths.longest_wait_s

@@ -86,8 +86,8 @@ def _what_bounds(search: Search, best: Trial) -> str:
     longest = search.bounds.longest_s() / 60
     return (
         f"The tail bounds the step: neither the trainer ({_percent(1 - waits)} busy) nor the "
-        f"slots ({_percent(1 - idle)} busy) are full, while the longest response alone takes "
-        f"{longest:.1f} min and a step {summary.step_minutes:.1f} min."
+        f"slots ({_percent(1 - idle)} busy) are full, while a trajectory alone may take "
+        f"{longest:.1f} min and a step takes {summary.step_minutes:.1f} min."
     )
 
 

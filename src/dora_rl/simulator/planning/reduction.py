@@ -7,8 +7,8 @@ Two rules, in this order, each as far as needed:
    and splits stay. For dense models only: experts that a batch touches do not add up this way.
 2. Fewer instances: devices and groups per step shrink by the same factor, so every ratio stays.
 
-Either way a step draws fewer lengths, so its longest one is a little shorter: synchronous
-training looks slightly better than it is, and a gain over it is understated.
+Either way a step draws fewer lengths, so its longest one is a little shorter and every figure
+is noisier. docs/planning.md says by how much.
 """
 
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ from typing import Any
 
 from dora_rl.config import validate
 from dora_rl.core.settings import ParadigmName
+from dora_rl.simulator.planning.bounds import Lengths
 from dora_rl.simulator.scenarios import Scenario
 
 # Fewer instances could not be shared out over versions as finely as many are.
@@ -97,13 +98,13 @@ class Reduction:
         groups = small.orchestration.groups_per_step
         return (
             f"the search simulates {' and '.join(parts)}, with {groups} instead of "
-            f"{real.orchestration.groups_per_step} groups a step: all ratios stay, but the "
-            "longest response of a step is a little shorter, which favours sync"
+            f"{real.orchestration.groups_per_step} groups a step: ratios stay, gains move by a few "
+            "percent"
         )
 
 
-def reduce(real: Scenario, trajectories: float, max_staleness: int) -> Reduction:
-    """The problem made so small that one run has about so many trajectories."""
+def reduce(real: Scenario, turns: float, max_staleness: int) -> Reduction:
+    """The problem made so small that one run has about so many turns of trajectories."""
     settings, cluster = real.orchestration, real.cluster
     instances = _instances(real)
     in_step = settings.groups_per_step * settings.group_size
@@ -111,7 +112,8 @@ def reduce(real: Scenario, trajectories: float, max_staleness: int) -> Reduction
     # The first steps fill the pipeline and train what is short; they are not measured.
     warmup = min(max(ceil(filled) + 1, _LEAST_WARMUP), _MOST_WARMUP)
     steps = warmup + MEASURED_STEPS
-    wanted = in_step * (steps + filled) / trajectories
+    each = Lengths.of(real.workload, real.scenario.seed, settings.group_size).turns
+    wanted = in_step * each * (steps + filled) / turns
     wanted = max(1.0, min(wanted, settings.groups_per_step / MIN_GROUPS))
     peers = _peers(real, wanted)
     few = _fewer(instances, wanted / peers)

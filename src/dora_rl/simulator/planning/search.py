@@ -20,9 +20,9 @@ from dora_rl.simulator.simulate import simulate
 
 SYNC, ONE_STEP, OURS = ParadigmName.SYNC, ParadigmName.ONE_STEP, ParadigmName.MULTI_VERSION
 
-# What a search usually takes; with the cost of a trajectory it turns a budget into a size.
+# What a search usually takes; with the cost of a turn it makes a size of a budget.
 PLANNED_RUNS = 25
-TRAJECTORY_COST_S = 0.0002
+TURN_COST_S = 0.0002
 # Devices of one machine: a split in whole machines is easier to live with.
 NODE_DEVICES = 8
 # Weights and gradients in bf16, master weights and two moments in fp32, sharded (as in ZeRO).

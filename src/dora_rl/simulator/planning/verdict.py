@@ -19,7 +19,7 @@ from dora_rl.simulator.planning.search import (
     OURS,
     PLANNED_RUNS,
     SYNC,
-    TRAJECTORY_COST_S,
+    TURN_COST_S,
     Progress,
     Search,
     Trial,
@@ -172,7 +172,7 @@ def make_plan(
     limit = real.orchestration.max_staleness if max_staleness is None else max_staleness
     if limit < 0:
         raise UserError(f"--max-staleness-limit must be >= 0: `{limit}`.")
-    reduction = reduce(real, budget_s / PLANNED_RUNS / TRAJECTORY_COST_S, limit)
+    reduction = reduce(real, budget_s / PLANNED_RUNS / TURN_COST_S, limit)
     search = Search(reduction, limit, budget_s, progress, clock)
     search.run()
     return conclude(search, problem.notes)
