@@ -206,7 +206,8 @@ class Planner:
             if surplus <= 0 or len(hosts) < 2:
                 continue
             hosts.sort(key=lambda i: (len(i.residents.get(donor_version, ())), i.kv_tokens, i.id))
-            room = sum(self._room(i, donor_version) for i in hosts)
+            keepers = [i for i in hosts if self._room(i, donor_version)]
+            room = sum(self._room(i, donor_version) for i in keepers)
             for donor in hosts[: min(surplus, len(hosts) - 1)]:
                 moved = sorted(donor.residents.get(donor_version, ()))
                 needed = sum(map(self.needs_slot, moved))
@@ -216,7 +217,7 @@ class Planner:
                 won = donor.free + needed
                 if housed and not self.economy.pays(won, len(moved), unmet):
                     break
-                if not self._shift(donor, donor_version, moved, hosts):
+                if not self._shift(donor, donor_version, moved, keepers):
                     break
                 self._convert(donor, demand.version, donor_version)
                 room -= needed
@@ -241,22 +242,24 @@ class Planner:
         return instance.slots - self.load[instance.id] if instance.open_for(version) else 0
 
     def _shift(
-        self, donor: Instance, version: Version, moved: list[TrajectoryId], hosts: list[Instance]
+        self, donor: Instance, version: Version, moved: list[TrajectoryId], keepers: list[Instance]
     ) -> bool:
-        """Hand a donor's trajectories to the fullest hosts with room; False if none fits all.
+        """Hand a donor's trajectories to the fullest hosts with room; False if they do not fit.
 
-        So the light ones stay light, and can be emptied next.
+        So the light ones stay light, and can be emptied next. `keepers` are in order of their
+        work, the fullest last; who has no more room is taken off.
         """
-        keepers = (i for i in reversed(hosts) if i.id not in self.changed and i is not donor)
         parts: dict[InstanceId, list[TrajectoryId]] = {}
-        keeper: Instance | None = None
         room, kv_room = 0, 0.0
+        keeper: Instance | None = None
         for name in moved:
             needed, length = self.needs_slot(name), self.length(name)
             while keeper is None or needed > room or length > kv_room:
-                keeper = next(keepers, None)
-                if keeper is None:
+                if keeper is not None:
+                    keepers.pop()
+                if not keepers or keepers[-1] is donor:
                     return False
+                keeper = keepers[-1]
                 room = self._room(keeper, version)
                 kv_room = self.kv_limit * keeper.kv_capacity_tokens - self.kv[keeper.id]
             parts.setdefault(keeper.id, []).append(name)

@@ -69,8 +69,8 @@ class Instance:
     @property
     def settled(self) -> bool:
         """No change of versions is under way."""
-        return self.incoming is None and not any(
-            state is not HostState.READY for state in self.hosts.values()
+        return self.incoming is None and all(
+            state is HostState.READY for state in self.hosts.values()
         )
 
 
