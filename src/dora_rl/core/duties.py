@@ -20,6 +20,8 @@ from dora_rl.core.types import BatchGroup, TrajectoryState, Version
 
 def settle(state: State) -> None:
     """Perform every duty that the last event has given rise to."""
+    if state.halted:
+        return
     if state.quiet:
         state.quiet = False
     else:

@@ -140,8 +140,8 @@ def installed(state: State, instance: Instance, version: Version) -> None:
     recall_parked(state, version)
     if not state.paradigm.pins_version:
         carry_over(state, instance)
-    elif state.versions.live[version].vacated:
-        vacate(state, instance, version)
+    else:
+        let_go(state, instance)
 
 
 def _rebind_residents(state: State, instance: Instance, old: Version, new: Version) -> None:
@@ -178,6 +178,13 @@ def _unpark(state: State, instance: Instance, version: Version, parked: list[int
         placements.append(Placement(name, trajectory.fence))
     if placements:
         state.emit(Unpark(instance.id, instance.incarnation, tuple(placements)))
+
+
+def let_go(state: State, instance: Instance) -> None:
+    """Go on letting go of versions whose work was done while the instance was busy changing."""
+    for version in sorted(instance.hosts):
+        if state.versions.live[version].vacated:
+            vacate(state, instance, version)
 
 
 def vacate(state: State, instance: Instance, version: Version) -> None:
@@ -273,14 +280,14 @@ def _forget(state: State, instance: Instance) -> None:
     for version in list(instance.hosts):
         drop_host(state, instance, version)
     state.fleet.remove(instance)
-    if not state.fleet.instances:
-        await_fleet(state)
+    await_fleet(state)
 
 
 def await_fleet(state: State) -> None:
-    """No instance is there: one must join in time."""
-    state.fleet_lost_at = state.now
-    state.timers.set(state.now + state.settings.fleet_timeout_s, Wait.FLEET)
+    """If no instance is there to stay, one must join in time."""
+    if not state.fleet.slots and state.fleet_lost_at is None:
+        state.fleet_lost_at = state.now
+        state.timers.set(state.now + state.settings.fleet_timeout_s, Wait.FLEET)
 
 
 def requeue(state: State, trajectory: Trajectory) -> None:

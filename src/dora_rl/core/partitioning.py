@@ -102,6 +102,7 @@ class Planner:
         kv_limit: float = 1.0,
     ) -> None:
         self.instances = [i for i in instances if not i.leaving]
+        self.places = sum(i.version_slots for i in self.instances)
         self.demands = {d.version: d for d in demands}
         self.newest = newest
         self.economy = economy
@@ -156,9 +157,8 @@ class Planner:
         """With shared instances the newest is wanted everywhere, an older one where it fits."""
         if version == self.newest:
             return len(self.instances)
-        places = sum(instance.version_slots for instance in self.instances)
         slots = sum(instance.slots for instance in self.instances)
-        needed = -(-work * places // slots)
+        needed = -(-work * self.places // slots)
         return max(1, min(needed, len(self.hosts.get(version, ()))))
 
     def _spare(self, targets: Mapping[Version, int]) -> list[tuple[Instance, Version | None]]:
@@ -179,11 +179,11 @@ class Planner:
 
     def _can_lose(self, version: Version | None, targets: Mapping[Version, int]) -> bool:
         """Whether one host fewer leaves a version its share."""
-        return (
-            version not in self.demands
-            or version is None
-            or len(self.hosts[version]) > targets[version]
-        )
+        demand = None if version is None else self.demands.get(version)
+        if demand is None or version is None or len(self.hosts[version]) > targets[version]:
+            return True
+        # With more versions than places, one without work (the newest) has to wait for some.
+        return demand.work <= 0 and len(self.demands) > self.places
 
     def _free_slots(self, version: Version) -> int:
         return sum(self._room(i, version) for i in self.hosts.get(version, {}).values())
@@ -277,8 +277,7 @@ class Planner:
 
         Only where there are more versions than places: else room comes as work is finished.
         """
-        places = sum(instance.version_slots for instance in self.instances)
-        if len(self.demands) <= places and not demand.urgent:
+        if len(self.demands) <= self.places and not demand.urgent:
             return
         best: tuple[bool, float, InstanceId, Version, Instance] | None = None
         for instance in self.instances:

@@ -89,9 +89,12 @@ class Settings:
             object.__setattr__(self, name, _choice(name, getattr(self, name), choices))
         for name, least, reason in _AT_LEAST:
             _require_at_least(name, getattr(self, name), least, reason)
+        for name, most, reason in _AT_MOST:
+            if getattr(self, name) > most:
+                raise SettingsError(f"{name} must be <= {most}: `{getattr(self, name)}`. {reason}")
         for field in fields(self):
             if field.name.endswith("_timeout_s"):
-                _require_positive(field.name, getattr(self, field.name), "Every wait needs an end.")
+                _require_duration(field.name, getattr(self, field.name), "Every wait needs an end.")
         if not 0.0 < self.idle_slots <= 1.0:
             raise SettingsError(
                 f"idle_slots must be in (0, 1]: `{self.idle_slots}`. "
@@ -102,11 +105,11 @@ class Settings:
                 f"kv_pressure must be in (0, 1]: `{self.kv_pressure}`. "
                 "It is a share of the KV memory; 1 leaves pressure to the engine."
             )
-        _require_positive(
+        _require_duration(
             "rebalance_period_s", self.rebalance_period_s, "Use a large value to rebalance rarely."
         )
-        _require_positive("turn_s", self.turn_s, "It is the length of a version's turn.")
-        if self.migration_gain < 1.0:
+        _require_duration("turn_s", self.turn_s, "It is the length of a version's turn.")
+        if not self.migration_gain >= 1.0:
             raise SettingsError(
                 f"migration_gain must be >= 1: `{self.migration_gain}`. "
                 "Below 1, moves that lose time would be made."
@@ -123,6 +126,14 @@ class Settings:
                 f"`{self.pipeline_depth}`. The staleness bound admits no more; raise max_staleness."
             )
 
+
+_AT_MOST: tuple[tuple[str, int, str], ...] = (
+    ("groups_per_step", 10_000_000, "No cluster trains on more in a step."),
+    ("group_size", 100_000, "No prompt needs more responses."),
+    ("max_staleness", 10_000, "A bound that large is none."),
+    ("version_slots", 1_000, "No memory holds that many versions."),
+)
+_SHORTEST_S = 1e-3  # a time-out or period below this would only spin
 
 _AT_LEAST: tuple[tuple[str, int, str], ...] = (
     ("groups_per_step", 1, "A train step needs at least one group."),
@@ -153,6 +164,6 @@ def _require_at_least(name: str, value: float, least: int, reason: str) -> None:
         raise SettingsError(f"{name} must be >= {least}: `{value}`. {reason}")
 
 
-def _require_positive(name: str, value: float, reason: str) -> None:
-    if not value > 0.0:
-        raise SettingsError(f"{name} must be > 0: `{value}`. {reason}")
+def _require_duration(name: str, value: float, reason: str) -> None:
+    if not value >= _SHORTEST_S:
+        raise SettingsError(f"{name} must be >= {_SHORTEST_S} s: `{value}`. {reason}")

@@ -22,7 +22,7 @@ class Wait(StrEnum):
     PUBLISH = "publish"  # version, attempt
     PROMPTS = "prompts"  # first, attempt
     REBALANCE = "rebalance"
-    FLEET = "fleet"  # fence
+    FLEET = "fleet"
 
 
 class Timer(NamedTuple):

@@ -55,20 +55,24 @@ def instance_joined(state: State, event: InstanceJoined) -> None:
 def instance_progressed(state: State, event: InstanceProgressed) -> None:
     if event.kv_tokens < 0:
         refuse(event, "KV in use is not negative")
+    for length in (*event.lengths, *event.saved):
+        if length.tokens < 0:
+            refuse(event, "a trajectory has no fewer than 0 tokens")
     instance = live_instance(state, event.instance, event.incarnation)
     if instance is None:
         return
+    here = instance.id
     now = instance.heard_at = state.now
     records = state.ledger.trajectories
     for name, fence, tokens in event.lengths:
         trajectory = records.get(name)
-        if trajectory is not None and trajectory.fence == fence:
+        if trajectory is not None and trajectory.fence == fence and trajectory.instance == here:
             trajectory.tokens = tokens
             trajectory.progress_at = now
     for name, fence, tokens in event.saved:
         trajectory = records.get(name)
-        if trajectory is not None and trajectory.fence == fence and tokens > trajectory.saved:
-            trajectory.saved = tokens
+        if trajectory is not None and trajectory.fence == fence and trajectory.instance == here:
+            trajectory.saved = max(trajectory.saved, tokens)
     _watch_pressure(state, instance, event.kv_tokens)
     if not state.suspended and now - instance.checked_at >= state.settings.trajectory_timeout_s / 4:
         instance.checked_at = now
@@ -119,6 +123,7 @@ def instance_leaving(state: State, event: InstanceLeaving) -> None:
         instance.incoming = instance.outgoing = None
     for version in sorted(instance.residents):
         hosting.evacuate(state, instance, version)
+    hosting.await_fleet(state)
     state.disturbed.add(instance.id)
     state.rebalance_soon()
 
@@ -145,6 +150,8 @@ def version_installed(state: State, event: VersionInstalled) -> None:
 
 
 def install_failed(state: State, event: InstallFailed) -> None:
+    if event.version > state.versions.newest:
+        refuse(event, "the version was never published")
     instance = live_instance(state, event.instance, event.incarnation)
     if instance is None:
         return
@@ -154,6 +161,8 @@ def install_failed(state: State, event: InstallFailed) -> None:
 
 
 def version_evicted(state: State, event: VersionEvicted) -> None:
+    if event.version > state.versions.newest:
+        refuse(event, "the version was never published")
     instance = live_instance(state, event.instance, event.incarnation)
     if instance is None:
         return
@@ -161,3 +170,4 @@ def version_evicted(state: State, event: VersionEvicted) -> None:
         return absorb(state, "duplicate")
     instance.ticket = instance.attempts = 0
     hosting.drop_host(state, instance, event.version)
+    hosting.let_go(state, instance)

@@ -25,6 +25,7 @@ def trajectories_parked(state: State, event: TrajectoriesParked) -> None:
         if (
             trajectory is not None
             and trajectory.fence == fence
+            and trajectory.instance == instance.id
             and trajectory.state is TrajectoryState.RUNNING
             and trajectory.version == instance.outgoing
         ):

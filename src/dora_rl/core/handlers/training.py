@@ -90,8 +90,7 @@ def weights_published(state: State, event: WeightsPublished) -> None:
     for instance in state.fleet.instances.values():
         if not instance.hosts and instance.settled and not instance.leaving:
             hosting.convert(state, instance, event.version, None)
-    if not state.fleet.instances and state.fleet_lost_at is None:
-        hosting.await_fleet(state)
+    hosting.await_fleet(state)
     if state.suspended:
         state.suspended = False
         state.resumed_at = state.now
