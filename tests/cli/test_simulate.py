@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 import time
@@ -329,3 +330,42 @@ def test_help_is_fast_and_shows_examples() -> None:
     assert time.perf_counter() - start < 2.0  # about 0.1 s on an idle machine
     assert done.returncode == 0, done.stderr
     assert "dora-rl simulate paper-64 --paradigms sync,multi_version --json" in done.stdout
+
+
+# Outputs that must not destroy anything
+
+
+@pytest.mark.parametrize("victim", ["the scenario itself", "a directory", "the run directory"])
+def test_a_trace_replaces_nothing_that_matters(
+    victim: str, tiny: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    folder, out = tmp_path / "folder", tmp_path / "run"
+    folder.mkdir()
+    trace = {"the scenario itself": tiny, "a directory": folder, "the run directory": out}[victim]
+    before = tiny.read_text()
+    assert cli.main(["simulate", str(tiny), "--trace", str(trace), "--out", str(out)]) == 2
+    assert capsys.readouterr().err.count("\n") <= 4  # click shows its usage before an error
+    assert tiny.read_text() == before
+    assert not out.exists()
+
+
+def test_a_trace_is_not_written_over_a_device(tiny: Path, tmp_path: Path, capsys: Capture) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert cli.main(["simulate", str(tiny), "--trace", str(pipe)]) == 2
+    assert "not a regular file" in capsys.readouterr().err
+    assert pipe.is_fifo()
+
+
+def test_a_trace_follows_a_link(tiny: Path, tmp_path: Path) -> None:
+    target, link = tmp_path / "real.json", tmp_path / "link.json"
+    target.write_text("old")
+    link.symlink_to(target)
+    assert cli.main(["simulate", str(tiny), "--paradigms", "sync", "--trace", str(link)]) == 0
+    assert link.is_symlink()
+    assert json.loads(target.read_text())
+
+
+def test_a_run_that_measured_nothing_says_so(tiny: Path, capsys: Capture) -> None:
+    assert cli.main(["simulate", str(tiny), "--set", "cluster.prompts=1"]) == 1
+    assert "nothing was measured" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from dora_rl.core.settings import Settings
 from dora_rl.core.types import (
     TRAJECTORY_MOVES,
     Length,
+    Placement,
     Segment,
     TrajectoryState,
     check_move,
@@ -681,3 +682,109 @@ def test_tokens_of_unknown_weights_are_refused_by_every_paradigm(paradigm: str) 
     check(world.core.state)
     assert not commands(world, cm.Score)
     assert commands(world, cm.Expel)
+
+
+# What only the speaker's own work may be
+
+
+def test_an_instance_cannot_park_nor_report_what_runs_elsewhere() -> None:
+    world = world_of(
+        instances=2, slots=2, groups_per_step=2, group_size=1, max_staleness=3, turn_s=20.0
+    )
+    state = world.core.state
+    for _ in range(40):
+        drain(world, without=(ev.TrajectoriesParked,))
+        parking = [i for i in state.fleet.instances.values() if i.parking]
+        elsewhere = [
+            t
+            for t in state.ledger.trajectories.values()
+            if parking and t.instance not in (None, parking[0].id)
+        ]
+        if elsewhere:
+            break
+        others = [t for t in running(world) if t > 1]
+        if others:
+            finish(world, others[0])
+        age(world, 10)
+    else:
+        pytest.skip("no instance was parking")
+    victim = elsewhere[0]
+    placement = Placement(victim.id, victim.fence)
+    world.send(ev.TrajectoriesParked(parking[0].id, parking[0].incarnation, (placement,)))
+    assert victim.state is TrajectoryState.RUNNING
+    check(state)
+
+
+def test_a_report_counts_only_for_the_instance_that_runs_the_trajectory() -> None:
+    world = world_of(group_size=1, groups_per_step=4)
+    host, trajectory = next((n, t) for n, e in world.engines.items() for t in e.running)
+    fence = world.engines[host].running[trajectory].fence
+    other = next(n for n in world.engines if n != host)
+    foreign = (Length(trajectory, fence, 999),)
+    world.send(ev.InstanceProgressed(other, 0, 0, foreign, foreign))
+    record = world.core.state.ledger.trajectories[trajectory]
+    assert (record.tokens, record.saved) == (0, 0)
+    own = (Length(trajectory, fence, 7),)
+    world.send(ev.InstanceProgressed(host, 0, 0, own, own))
+    assert (record.tokens, record.saved) == (7, 7)
+    with pytest.raises(RefusedEvent, match="fewer than 0 tokens"):
+        world.send(ev.InstanceProgressed(host, 0, 0, (Length(trajectory, fence, -1),)))
+
+
+def test_a_fleet_that_only_leaves_ends_the_run() -> None:
+    world = world_of(instances=1, fleet_timeout_s=100.0)
+    world.leave(0)
+    age(world, 150)
+    assert world.halted is not None
+    assert "no rollout instance" in world.halted.reason
+
+
+def test_work_waits_out_the_pressure_of_its_only_host() -> None:
+    world = world_of(instances=1, slots=8, group_size=1, groups_per_step=2, pipeline_depth=4)
+    world.report(0, 9_900)
+    busy = running(world)
+    finish(world, busy[0], busy[1])
+    drain(world)
+    assert running(world) == busy[2:]
+    assert world.core.state.ledger.num_waiting > 0
+    world.report(0, 0)
+    assert len(running(world)) > len(busy[2:])
+
+
+@pytest.mark.parametrize("version_slots", [2, 4])
+def test_versions_without_work_are_let_go_where_instances_are_shared(version_slots: int) -> None:
+    world = world_of(instances=2, slots=4, max_staleness=0, version_slots=version_slots)
+    for _ in range(10):
+        for name in list(world.engines):
+            finish_by_engine(world, name)
+        drain(world)
+        age(world, 15)
+        drain(world)
+    assert world.core.state.trainer.step > 4
+    assert len(world.core.state.versions.live) <= 2
+
+
+def test_parked_work_comes_back_with_its_version() -> None:
+    world = world_of(
+        instances=1, slots=2, groups_per_step=1, group_size=1, max_staleness=3, turn_s=20.0
+    )
+    slow = running(world)[0]
+    for _ in range(30):
+        others = [t for t in running(world) if t != slow]
+        if others:
+            finish(world, others[0])
+        drain(world)
+        age(world, 10)
+    unparking = [
+        event for _, event, answers in world.log if any(isinstance(c, cm.Unpark) for c in answers)
+    ]
+    assert unparking
+    assert all(isinstance(event, ev.VersionInstalled) for event in unparking)
+
+
+def test_nothing_is_decided_after_a_halt() -> None:
+    world = world_of(max_train_attempts=1)
+    full_batch(world)
+    last = world.send(ev.BatchFailed(0, "broken"))
+    assert [type(c) for c in last] == [cm.Halt]
+    assert world.core.handle(world.now + 1e6, ev.TimerFired()) == []

@@ -135,16 +135,15 @@ def command(
     **said: Any,
 ) -> None:
     """Find the split, staleness bound and depth that serve a cluster best."""
+    from dora_rl.cli._output import check_output
     from dora_rl.cli._planning import print_plan, to_json
     from dora_rl.config import dump_toml
     from dora_rl.simulator.planning import Question, pose
 
     question = Question(overrides=overrides, **said)
     problem = pose(question)
-    if out is not None and not out.absolute().parent.is_dir():
-        from dora_rl.core.errors import UserError
-
-        raise UserError(f"no such directory: `{out.parent}`. Make it, or name another file.")
+    if out is not None:
+        check_output(out, not_these=(question.scenario,))
     plan = _search(problem, max_staleness_limit, budget)
     name = _name(question)
     if as_json:

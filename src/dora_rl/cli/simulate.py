@@ -75,6 +75,7 @@ def command(
         _list_scenarios()
         return
     from dora_rl.cli._comparison import print_table, to_json
+    from dora_rl.cli._output import check_output
     from dora_rl.simulator.scenarios import load_scenario
     from dora_rl.store.rundir import RunDirectory, check_free
 
@@ -83,7 +84,7 @@ def command(
     if out is not None:
         check_free(out)
     if trace is not None:
-        _check_writable(trace)
+        check_output(trace, not_these=(scenario, out))
     # Nothing is written before this line.
     run = None if out is None else RunDirectory.create(out)
     about = {
@@ -101,7 +102,14 @@ def command(
         click.echo(json.dumps(report, indent=2, allow_nan=False))
     else:
         print_table(f"{scenario}: {loaded.scenario.title}", summaries)
-    if not report["ok"]:
+    unmeasured = [name for name, summary in summaries.items() if not summary.steps]
+    for name in unmeasured:
+        click.echo(
+            f"error: nothing was measured of `{name}`: {summaries[name].end} before the warm-up "
+            f"was over. Lower scenario.warmup_steps ({loaded.scenario.warmup_steps}).",
+            err=True,
+        )
+    if unmeasured or not report["ok"]:
         ctx.exit(1)
 
 
@@ -178,20 +186,12 @@ def _run_one(
     return result.summary
 
 
-def _check_writable(path: Path) -> None:
-    from dora_rl.core.errors import UserError
-
-    if path.is_dir():
-        raise UserError(f"not a file but a directory: `{path}`. Name a file for the trace.")
-    if not path.absolute().parent.is_dir():
-        raise UserError(f"no such directory: `{path.parent}`. Make it, or name another file.")
-
-
 @contextmanager
 def _trace_file(path: Path) -> Iterator[TraceFile]:
     """A trace that replaces `path` when it is whole, also after an interruption."""
     from dora_rl.observe.trace import TraceFile
 
+    path = path.resolve()  # a link keeps its place; what it points to is replaced
     partial = path.with_name(f".{path.name}.partial")
     try:
         with open(partial, "w", encoding="utf-8") as text:

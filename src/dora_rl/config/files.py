@@ -14,6 +14,7 @@ from dora_rl.config.text import file_name, one_line, show
 from dora_rl.core.errors import UserError
 
 _KEY = re.compile(r"[A-Za-z0-9_-]+")
+_LARGEST = 16 * 2**20  # bytes: far above any configuration
 _SET_FORM = "Write --set section.key=value, such as --set orchestration.max_staleness=2."
 
 
@@ -21,7 +22,8 @@ def load_toml(path: str | Path) -> dict[str, Any]:
     """Read a TOML file."""
     name = file_name(path)
     try:
-        raw = Path(path).read_bytes()
+        with open(path, "rb") as file:
+            raw = file.read(_LARGEST + 1)
     except FileNotFoundError:
         raise UserError(f"no such file: {name}. Check the path.") from None
     except IsADirectoryError:
@@ -31,8 +33,12 @@ def load_toml(path: str | Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:  # ValueError: a path with a null byte
         reason = one_line(getattr(error, "strerror", None) or error)
         raise UserError(f"cannot read {name}: {reason}. Check the path.") from None
+    if len(raw) > _LARGEST:
+        raise UserError(f"larger than {_LARGEST // 2**20} MiB: {name}. Name a TOML file.")
     try:
-        return tomllib.loads(raw.decode("utf-8-sig"))
+        data = tomllib.loads(raw.decode("utf-8-sig"))
+        copy.deepcopy(data)  # keys like a.a.a nest without recursion; nobody else could walk them
+        return data
     except UnicodeDecodeError as error:
         raise UserError(
             f"not UTF-8 text: {name} (byte {error.start}). Save it as UTF-8 TOML."

@@ -191,7 +191,7 @@ def _checked(lines: Iterable[str], parse: bool) -> Iterator[tuple[int, str, Any]
         data = None
         if parse or line[0] != "[":
             try:
-                data = json.loads(line)
+                data = json.loads(line, parse_constant=_refuse_constant)
             except (ValueError, RecursionError):
                 raise _strange(number, "not JSON") from None
         if number == 1:
@@ -207,6 +207,10 @@ def _checked(lines: Iterable[str], parse: bool) -> Iterator[tuple[int, str, Any]
         raise JournalError("journal line 1: the journal is empty. Give a journal that a run wrote.")
     if not closed:
         raise JournalError(f"journal line {number}: the closing line is missing. {_CUT}")
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no number")
 
 
 def _check_format(data: Any) -> None:

@@ -85,7 +85,7 @@ def check_free(path: str | Path) -> None:
     if path.is_dir():
         if any(path.iterdir()):
             raise UserError(f"not empty: `{path}`. Name a new directory, or remove this one.")
-    elif path.exists():
+    elif path.exists() or path.is_symlink():
         raise UserError(f"not a directory: `{path}`. Name a new directory.")
 
 

@@ -146,9 +146,10 @@ class AuditReport:
                 f"`{self.paradigm}` does not promise one version each"
             )
         if any(c.promise is Promise.STALENESS for c in by_design):
+            beyond = self.staleness.max > self.max_staleness
+            found = f"staleness reaches {self.staleness.max:g}" if beyond else "late is overtaken"
             notes.append(
-                f"C3: staleness reaches {self.staleness.max:g} with K = {self.max_staleness}; "
-                f"`{self.paradigm}` does not bound it"
+                f"C3: {found} with K = {self.max_staleness}; `{self.paradigm}` does not bound it"
             )
         if self.lengths.warning:
             notes.append(

@@ -30,7 +30,9 @@ class About(ConfigModel):
         default=tuple(ParadigmName), min_length=1, description="who is compared, in this order"
     )
     seed: int = 0
-    steps: int = Field(ge=1, description="the run ends when this version is published")
+    steps: int = Field(
+        ge=1, le=1_000_000, description="the run ends when this version is published"
+    )
     warmup_steps: int = Field(
         default=0, ge=0, description="measured is from the publication of this version on"
     )
@@ -52,22 +54,24 @@ class About(ConfigModel):
 class Cluster(ConfigModel):
     """`[cluster]`: devices, how they are shared out, and how the services around them behave."""
 
-    devices: int = Field(ge=1, description="all devices, of rollout and of training")
+    devices: int = Field(ge=1, le=10_000_000, description="all devices, of rollout and of training")
     device: NamedDevice = Field(description="a name, such as H800, or a table of figures")
     devices_per_instance: int = Field(default=1, ge=1, description="of one rollout replica")
     train_devices: int = Field(
         ge=1, description="devices of the trainer where it does not share those of rollout"
     )
-    slots: int = Field(default=64, ge=1, description="trajectories in one instance's batch")
+    slots: int = Field(
+        default=64, ge=1, le=1_000_000, description="trajectories in one instance's batch"
+    )
     updates_per_step: int = Field(default=1, ge=1, description="optimizer updates in a train step")
     prompts: int | None = Field(default=None, ge=1, description="prompts there are; else endless")
-    prompt_s: float = Field(default=0.01, ge=0, description="time to read prompts")
-    judge_s: float = Field(default=0.01, ge=0, description="time to judge a group")
+    prompt_s: float = Field(default=0.01, ge=0, le=1e6, description="time to read prompts")
+    judge_s: float = Field(default=0.01, ge=0, le=1e6, description="time to judge a group")
     filter_rate: float = Field(default=0.0, ge=0, lt=1, description="share of groups filtered")
     reward_workers: int | None = Field(
         default=None, ge=1, description="rewards computed at once; else no limit"
     )
-    report_period_s: float = Field(default=10.0, gt=0, description="heartbeat of an instance")
+    report_period_s: float = Field(default=10.0, ge=0.01, description="heartbeat of an instance")
     save_period_s: float | None = Field(
         default=None, gt=0, description="between two saves of prefixes; else never"
     )
