@@ -3,14 +3,12 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dora_rl.observe.metrics import Summary
+from dora_rl.observe.metrics import WORTHWHILE, Summary
 
 WIDTH = 100
 _BASELINE = "sync"
 _OURS = "multi_version"
 _PEER = "in_flight"
-# Below this gain over synchronous training, asynchrony is not worth its staleness.
-_WORTHWHILE = 1.05
 _THROUGHPUT = "tokens trained per s"
 
 Summaries = Mapping[str, Summary]
@@ -50,7 +48,7 @@ def conclusion(summaries: Summaries) -> str:
     )
     if gain is None or subject == _BASELINE:
         return f"{subject} trains {summary.tokens_per_s:,.0f} tokens a second; {kept}, {ages}."
-    if gain < _WORTHWHILE:
+    if gain < WORTHWHILE:
         return (
             f"Asynchrony does not pay here: {subject} trains {gain:.2f} times the tokens of "
             f"{_BASELINE} a second; {kept}, {ages}."

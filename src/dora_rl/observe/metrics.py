@@ -23,6 +23,10 @@ from dora_rl.core.events import (
 )
 
 
+# Below this gain over synchronous training, asynchrony is not worth its staleness.
+WORTHWHILE = 1.05
+
+
 class Reading(NamedTuple):
     """Counters of a run at one moment; each only grows."""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from dora_rl.config import validate
 from dora_rl.core.errors import UserError
+from dora_rl.observe.metrics import WORTHWHILE
 from dora_rl.simulator.planning.question import Problem
 from dora_rl.simulator.planning.reasons import why, why_not
 from dora_rl.simulator.planning.reduction import (
@@ -26,9 +27,6 @@ from dora_rl.simulator.planning.search import (
     best_of,
 )
 from dora_rl.simulator.scenarios import Scenario
-
-# Below this gain over synchronous training, asynchrony is not worth its staleness.
-WORTHWHILE = 1.05
 
 
 @dataclass(frozen=True)
