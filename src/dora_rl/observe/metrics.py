@@ -22,7 +22,6 @@ from dora_rl.core.events import (
     WeightsPublished,
 )
 
-
 # Below this gain over synchronous training, asynchrony is not worth its staleness.
 WORTHWHILE = 1.05
 
