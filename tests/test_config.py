@@ -1,10 +1,11 @@
 """Everything a user can get wrong in a configuration ends in one line that names the fix."""
 
+import builtins
 import tomllib
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, BinaryIO, Literal
 
 import pytest
 from hypothesis import given
@@ -138,10 +139,10 @@ def test_load_refuses_what_it_cannot_open(tmp_path: Path) -> None:
 
 
 def test_load_refuses_an_unreadable_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    def locked(path: Path) -> bytes:
-        raise PermissionError(13, "Permission denied", str(path))
+    def locked(path: str, mode: str) -> BinaryIO:
+        raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setattr(Path, "read_bytes", locked)
+    monkeypatch.setattr(builtins, "open", locked)
     with pytest.raises(UserError, match=r"no permission to read: `locked\.toml`"):
         load_toml("locked.toml")
 

@@ -277,7 +277,7 @@ class Planner:
 
         Only where there are more versions than places: else room comes as work is finished.
         """
-        if len(self.demands) <= self.places and not demand.urgent:
+        if demand.work <= 0 or (len(self.demands) <= self.places and not demand.urgent):
             return
         best: tuple[bool, float, InstanceId, Version, Instance] | None = None
         for instance in self.instances:
