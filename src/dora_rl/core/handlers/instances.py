@@ -135,13 +135,9 @@ def instance_failed(state: State, event: InstanceFailed) -> None:
 
 
 def version_installed(state: State, event: VersionInstalled) -> None:
-    if event.version > state.versions.newest:
-        refuse(event, "the version was never published")
-    instance = live_instance(state, event.instance, event.incarnation)
+    instance = _asked(state, event, HostState.INSTALLING)
     if instance is None:
         return
-    if instance.hosts.get(event.version) is not HostState.INSTALLING:
-        return absorb(state, "duplicate")
     if event.digest != state.versions.live[event.version].digest:
         state.counters["wrong_weights"] += 1
         hosting.lose(state, instance, f"installed wrong weights `{event.digest}`", expel=True)
@@ -150,24 +146,30 @@ def version_installed(state: State, event: VersionInstalled) -> None:
 
 
 def install_failed(state: State, event: InstallFailed) -> None:
-    if event.version > state.versions.newest:
-        refuse(event, "the version was never published")
-    instance = live_instance(state, event.instance, event.incarnation)
-    if instance is None:
-        return
-    if instance.hosts.get(event.version) is not HostState.INSTALLING:
-        return absorb(state, "duplicate")
-    hosting.repeat(state, instance, event.reason)
+    instance = _asked(state, event, HostState.INSTALLING)
+    if instance is not None:
+        hosting.repeat(state, instance, event.reason)
 
 
 def version_evicted(state: State, event: VersionEvicted) -> None:
-    if event.version > state.versions.newest:
-        refuse(event, "the version was never published")
-    instance = live_instance(state, event.instance, event.incarnation)
+    instance = _asked(state, event, HostState.EVICTING)
     if instance is None:
         return
-    if instance.hosts.get(event.version) is not HostState.EVICTING or instance.incoming is not None:
+    if instance.incoming is not None:  # dropped to make room: the install will answer for it
         return absorb(state, "duplicate")
     instance.ticket = instance.attempts = 0
     hosting.drop_host(state, instance, event.version)
     hosting.let_go(state, instance)
+
+
+def _asked(
+    state: State, event: VersionInstalled | InstallFailed | VersionEvicted, host: HostState
+) -> Instance | None:
+    """The instance that answers, if this version is still awaited on it in that state."""
+    if event.version > state.versions.newest:
+        refuse(event, "the version was never published")
+    instance = live_instance(state, event.instance, event.incarnation)
+    if instance is not None and instance.hosts.get(event.version) is not host:
+        absorb(state, "duplicate")
+        return None
+    return instance
