@@ -1,16 +1,18 @@
-# Needs Python 3.11+, pip and make; everything else goes into .venv.
+# Needs Python 3.11+, pip and make; everything else goes into .venv (and .venv-vllm).
 
 PYTHON ?= python3
 SEEDS ?= 1000
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VENV_VLLM := .venv-vllm
+STAMP_VLLM := $(VENV_VLLM)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test lint format bench soak clean
+.PHONY: help venv venv-vllm quickstart test test-smollm2 lint format bench soak clean
 
 help: ## show the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-11s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-13s %s\n", $$1, $$2}'
 
 # The stamp is renewed only by a complete install, so an interrupted one is repeated.
 $(STAMP): pyproject.toml constraints.txt
@@ -21,11 +23,24 @@ $(STAMP): pyproject.toml constraints.txt
 
 venv: $(STAMP) ## create .venv and install the project with its development tools
 
+# --no-deps: the file names every package, and leaves out what has no CPU build.
+$(STAMP_VLLM): requirements-vllm.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: vLLM needs Python 3.11 or newer. Use make PYTHON=python3.11")'
+	@test -x $(VENV_VLLM)/bin/python || $(PYTHON) -m venv $(VENV_VLLM)
+	$(VENV_VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-vllm.txt
+	@touch $@
+
+venv-vllm: $(STAMP_VLLM) ## create .venv-vllm, the environment of the vLLM engine (3.7 GB)
+
 quickstart: $(STAMP) ## simulate the default scenario: every paradigm side by side
 	$(BIN)/dora-rl simulate default
 
 test: $(STAMP) ## run the tests; the branch coverage of core must reach 95 %
 	$(BIN)/python -m pytest -n 2 --cov --cov-report=term --cov-fail-under=95
+
+test-smollm2: $(STAMP) ## run the tests that need SmolLM2-135M, which is fetched first
+	$(BIN)/dora-rl fetch-model smollm2
+	$(BIN)/python -m pytest -m smollm2
 
 lint: $(STAMP) ## ruff, mypy --strict, import contracts
 	$(BIN)/ruff check .
@@ -43,7 +58,7 @@ bench: $(STAMP) ## measure the orchestrator
 soak: $(STAMP) ## run the fault storm: make soak SEEDS=10000
 	$(BIN)/python -m tests.soak --seeds $(SEEDS)
 
-clean: ## remove .venv and every cache
-	rm -rf $(VENV) build dist htmlcov .coverage .coverage.* .hypothesis \
+clean: ## remove the environments and every cache
+	rm -rf $(VENV) $(VENV_VLLM) build dist htmlcov .coverage .coverage.* .hypothesis \
 		.mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -8,7 +8,13 @@ import os
 
 from hypothesis import settings
 
+from dora_rl.models import cpu
+
 # No deadline: two workers share the machine, and a slow example is not a wrong one.
 settings.register_profile("project", deadline=None, print_blob=True, derandomize=True)
 settings.register_profile("search", deadline=None, print_blob=True, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "project"))
+
+# Before any test imports torch, and inherited by the workers and by what they start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+cpu.guard()

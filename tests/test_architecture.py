@@ -26,8 +26,17 @@ PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "job
 # Each library of weight is imported in one place, so that the rest runs without it.
 ONLY_IN = {
     "ray": ["runtime/ray.py"],
-    "vllm": ["engines/vllm.py"],
-    "torch": ["algorithms/", "models/", "trainer/", "engines/", "weights/", "runtime/"],
+    "vllm": ["engines/vllm.py", "benchmarks/contestants/vllm.py"],
+    "torch": [
+        *("algorithms/", "models/", "trainer/", "engines/", "weights/", "runtime/"),
+        "benchmarks/",
+    ],
+    "numpy": ["algorithms/", "models/", "trainer/", "engines/", "weights/", "runtime/"],
+    "safetensors": ["models/", "trainer/", "weights/", "benchmarks/models.py"],
+    "tokenizers": ["models/"],
+    "transformers": ["models/packaged.py", "benchmarks/contestants/hf.py"],
+    "gguf": ["models/packaged.py"],
+    "accelerate": ["models/packaged.py"],
 }
 
 

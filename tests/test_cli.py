@@ -40,7 +40,7 @@ def raiser(error: BaseException) -> Callable[[], object]:
 
 def test_every_listed_command_exists_and_every_file_is_listed() -> None:
     files = {p.stem for p in Path(cli.__file__).parent.glob("*.py") if not p.stem.startswith("_")}
-    assert files == set(cli.COMMANDS)
+    assert files == {name.replace("-", "_") for name in cli.COMMANDS}
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
@@ -73,7 +73,7 @@ def test_no_command_shows_the_help_and_fails(capsys: pytest.CaptureFixture[str])
     ("args", "message"),
     [
         (["simulat"], "no such command: `simulat`. Did you mean `simulate`?"),
-        (["zzz"], "no such command: `zzz`. Use one of: simulate, plan, audit, replay, bench."),
+        (["zzz"], f"no such command: `zzz`. Use one of: {', '.join(cli.COMMANDS)}."),
     ],
 )
 def test_unknown_commands(

