@@ -1,0 +1,5 @@
+"""Engines generate trajectories: the contract, a fake for tests, and the real ones.
+
+`base` is the contract and needs no library; `fake` keeps it without a model; `embedded` runs
+several versions of a Hugging Face model in this process.
+"""

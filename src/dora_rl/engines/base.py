@@ -1,0 +1,236 @@
+"""The contract of an engine: what every implementation takes, returns, refuses and keeps.
+
+An engine holds a few versions of one model and the trajectories that run on them. It decides
+nothing about versions, groups or staleness: whoever drives it does. Nothing here needs a
+library beyond the standard one; `tests/engines/contract.py` is the same contract as a suite.
+
+What an engine promises:
+
+- Every token is sampled from the version that its trajectory names, and says so: `Sampled`
+  carries the digest of the weights that are in memory.
+- Sampling noise is a function of (seed, trajectory, position), so batch mates, instance,
+  parking and migration do not change a trajectory beyond rounding.
+- Nothing is dropped and nothing recomputed to make room: what does not fit waits or is parked,
+  and the engine says so.
+- A refusal names the value and changes nothing; the other trajectories go on.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+from dora_rl.core.types import TrajectoryId, Version
+from dora_rl.engines.errors import RequestRefused
+
+_MAX_SEED = 2**64 - 1  # a seed, like an id, enters the noise as eight bytes
+
+
+class FinishReason(StrEnum):
+    STOP_TOKEN = "stop_token"  # the model's end of text, or one of `stop_token_ids`
+    STOP_STRING = "stop_string"
+    MAX_TOKENS = "max_tokens"
+    CONTEXT = "context"  # the model's context is full
+
+
+class ParkReason(StrEnum):
+    ASKED = "asked"  # by `park` or `export_trajectory`
+    KV_BUDGET = "kv_budget"  # by the engine itself: the KV memory is full
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a next token is drawn; the filters apply in the order of these fields.
+
+    The log-probability that comes with a token is that of the distribution it was drawn from:
+    after temperature and filters. With `raw_logprobs` the unfiltered one, at temperature 1,
+    comes too. Temperature 0 is greedy: the most probable token, with log-probability 0.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0  # 0: no limit
+    top_p: float = 1.0
+    min_p: float = 0.0  # least probability, as a share of the largest
+    max_tokens: int = 256
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()  # ends after the token that completes one; needs a tokenizer
+    ignore_eos: bool = False
+    raw_logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise RequestRefused(
+                f"temperature must be >= 0 and finite: `{self.temperature}`. Use 0 for greedy."
+            )
+        if self.top_k < 0:
+            raise RequestRefused(f"top_k must be >= 0: `{self.top_k}`. Use 0 for no limit.")
+        if not 0 < self.top_p <= 1:
+            raise RequestRefused(f"top_p must be in (0, 1]: `{self.top_p}`. Use 1 for no limit.")
+        if not 0 <= self.min_p <= 1:
+            raise RequestRefused(f"min_p must be in [0, 1]: `{self.min_p}`. Use 0 for no limit.")
+        if self.max_tokens < 1:
+            raise RequestRefused(f"max_tokens must be >= 1: `{self.max_tokens}`.")
+        if any(token < 0 for token in self.stop_token_ids):
+            raise RequestRefused(f"stop_token_ids must be >= 0: `{self.stop_token_ids}`.")
+        if not all(self.stop):
+            raise RequestRefused(f"stop must not hold an empty string: `{self.stop}`.")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One trajectory to generate. `prefix` is what it generated before, elsewhere.
+
+    The prefix is not reported again, counts towards `max_tokens`, and sets the position at
+    which the noise goes on.
+    """
+
+    trajectory: TrajectoryId
+    version: Version
+    prompt: tuple[int, ...]
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
+    prefix: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.trajectory <= _MAX_SEED:
+            raise RequestRefused(
+                f"a trajectory id must be a whole number of 64 bits: `{self.trajectory}`."
+            )
+        if not 0 <= self.seed <= _MAX_SEED:
+            raise RequestRefused(f"seed must be a whole number of 64 bits: `{self.seed}`.")
+        if not self.prompt:
+            raise RequestRefused(
+                f"the prompt of trajectory {self.trajectory} is empty. "
+                "Give at least one token, such as the beginning of text."
+            )
+        if len(self.prefix) >= self.sampling.max_tokens:
+            raise RequestRefused(
+                f"the prefix of trajectory {self.trajectory} has {len(self.prefix)} tokens and "
+                f"max_tokens is {self.sampling.max_tokens}: nothing is left to generate."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """New tokens of one trajectory, and whether they are its last."""
+
+    trajectory: TrajectoryId
+    version: Version
+    digest: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    raw_logprobs: tuple[float, ...] | None = None
+    finish: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """The trajectory gave up its slot; its KV is in host memory."""
+
+    trajectory: TrajectoryId
+    reason: ParkReason
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A trajectory that the engine had parked for room has its slot again."""
+
+    trajectory: TrajectoryId
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The trajectory cannot go on (the model gave no number); it is no longer here."""
+
+    trajectory: TrajectoryId
+    reason: str
+
+
+Output: TypeAlias = Sampled | Parked | Resumed | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class VersionLoad:
+    """What one version does here; tokens per second over the last few seconds."""
+
+    digest: str
+    running: int
+    waiting: int
+    parked: int
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What an engine does now. KV in tokens: what is held, and what the budget admits."""
+
+    slots: int
+    version_slots: int
+    kv_used_tokens: int
+    kv_budget_tokens: int
+    versions: Mapping[Version, VersionLoad]
+
+    @property
+    def running(self) -> int:
+        return sum(version.running for version in self.versions.values())
+
+    @property
+    def waiting(self) -> int:
+        return sum(version.waiting for version in self.versions.values())
+
+
+class Engine(Protocol):
+    """One rollout instance. Not thread-safe: whoever drives it calls from one thread."""
+
+    def install(self, version: Version, directory: Path) -> str:
+        """Load a version from the weight store; the digest of what is now in memory.
+
+        Installing the same weights again under the same version does nothing.
+        """
+
+    def retire(self, version: Version) -> None:
+        """Free a version; refused while a trajectory of it is here. Unknown: does nothing."""
+
+    def submit(self, request: Request) -> None:
+        """Queue a trajectory; it starts in the first step that has a slot for it."""
+
+    def step(self) -> list[Output]:
+        """One token for every running trajectory (prompts are read in chunks)."""
+
+    def cancel(self, trajectory: TrajectoryId) -> bool:
+        """Forget a trajectory; whether it was here."""
+
+    def park(self, trajectory: TrajectoryId) -> None:
+        """Move its KV to host memory and stop it, until `resume`."""
+
+    def resume(self, trajectory: TrajectoryId) -> None:
+        """Let a parked trajectory go on, as soon as there is a slot. Not parked: does nothing."""
+
+    def export_trajectory(self, trajectory: TrajectoryId) -> bytes:
+        """Park it and hand out all that it needs to go on elsewhere.
+
+        It stays here, parked: `cancel` when the move is done, `resume` when it is undone.
+        """
+
+    def import_trajectory(self, data: bytes) -> TrajectoryId:
+        """Take over what another engine exported, and go on with it as if it had never moved.
+
+        Refused if this engine does not hold the same version with the same digest.
+        """
+
+    def carry(self, source: Version, target: Version) -> None:
+        """All trajectories of `source` go on under `target`; their KV is computed anew.
+
+        For the paradigms that mix versions within a trajectory; ours never calls it.
+        """
+
+    def load(self) -> Load:
+        """What the engine does now."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether a step would do nothing."""
+
+    def close(self) -> None:
+        """Free everything; the engine must not be used again."""

@@ -1,0 +1,433 @@
+"""The embedded engine: the contract, kept with a model in this process's memory.
+
+Everything that the outside may call is here, with its refusals; who runs is decided by the
+scheduler, and the arithmetic is elsewhere.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dora_rl.core.types import TrajectoryId, Version
+from dora_rl.engines import wire
+from dora_rl.engines.base import (
+    Failed,
+    FinishReason,
+    Load,
+    Output,
+    ParkReason,
+    Request,
+    Sampled,
+    VersionLoad,
+)
+from dora_rl.engines.embedded.forwarding import Chunk, Forwarder
+from dora_rl.engines.embedded.kv import KvPool
+from dora_rl.engines.embedded.rates import Rates
+from dora_rl.engines.embedded.sampler import Draw, SamplingPlan, sample
+from dora_rl.engines.embedded.scheduler import Scheduler
+from dora_rl.engines.embedded.sequences import Prompt, Sequence, Stage
+from dora_rl.engines.embedded.settings import EngineSettings
+from dora_rl.engines.errors import (
+    ImportRefused,
+    RequestRefused,
+    UnknownTrajectory,
+    VersionRefused,
+)
+from dora_rl.engines.noise import uniform
+from dora_rl.models import cpu
+from dora_rl.models.config import ModelConfig, read_config
+from dora_rl.models.decoder import Decoder, build
+from dora_rl.models.linear import Layout, narrow_rows_of_this_machine
+from dora_rl.models.tokenizer import StopStrings, Tokenizer, load_tokenizer
+from dora_rl.weights.errors import WeightsError
+from dora_rl.weights.loading import open_version
+
+_EXACT_CHUNK = 64  # prompt tokens of an exact pass: each row reads copies of its blocks
+
+
+@dataclass(frozen=True, slots=True)
+class _Live:
+    """A version in memory."""
+
+    decoder: Decoder
+    digest: str
+
+
+class EmbeddedEngine:
+    """One rollout instance in this process; see `dora_rl.engines.base.Engine`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        settings: EngineSettings | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        cpu.guard()
+        self.config = config
+        self.settings = settings or EngineSettings()
+        self._tokenizer = tokenizer
+        exact = self.settings.deterministic
+        self._chunk = min(self.settings.prefill_chunk, _EXACT_CHUNK if exact else 1 << 30)
+        self._pool = KvPool(
+            config,
+            self.settings.num_blocks(config),
+            self.settings.block_tokens,
+            getattr(torch, self.settings.kv_dtype),
+        )
+        self._scheduler = Scheduler(self._pool, self.settings.slots)
+        self._forwarder = Forwarder(config, self._pool, exact=exact)
+        self._live: dict[Version, _Live] = {}
+        self._narrow_rows: int | None = None
+        self._stops: dict[TrajectoryId, StopStrings] = {}
+        self._plan: tuple[list[TrajectoryId], SamplingPlan] | None = None
+        self._rates = Rates()
+
+    @classmethod
+    def for_model(
+        cls, directory: str | Path, settings: EngineSettings | None = None
+    ) -> "EmbeddedEngine":
+        """An engine for the versions of the model in a Hugging Face directory."""
+        return cls(read_config(directory), settings, load_tokenizer(directory))
+
+    # Versions
+
+    def install(self, version: Version, directory: Path) -> str:
+        weights = open_version(directory)
+        if version in self._live:
+            digest = self._live[version].digest
+            if digest != weights.digest:
+                raise VersionRefused(
+                    f"version {version} is here with the digest `{digest}`: `{directory}` has "
+                    f"`{weights.digest}`. A version never changes; give the weights a new one."
+                )
+            return digest
+        if len(self._live) >= self.settings.version_slots:
+            raise VersionRefused(
+                f"all {self.settings.version_slots} version slots are taken, by versions "
+                f"{sorted(self._live)}. Retire one before installing version {version}."
+            )
+        self._check_tensors(directory, weights.tensors)
+        layout = self.settings.layout_for(sum(t.nbytes for t in weights.tensors.values()))
+        with torch.inference_mode():
+            decoder = build(self.config, weights.tensors, layout, narrow_rows=self._narrow(layout))
+        self._live[version] = _Live(decoder, weights.digest)
+        return weights.digest
+
+    def retire(self, version: Version) -> None:
+        if here := [s.id for s in self._scheduler.sequences.values() if s.version == version]:
+            raise VersionRefused(
+                f"version {version} has {len(here)} trajectories here, `{here[0]}` among them. "
+                "Let them end, or move or cancel them first."
+            )
+        self._live.pop(version, None)
+        self._rates.forget(version)
+
+    def carry(self, source: Version, target: Version) -> None:
+        self._live_version(target)
+        for sequence in self._scheduler.sequences.values():
+            if sequence.version == source:
+                self._scheduler.carry(sequence, target)
+
+    # Trajectories
+
+    def submit(self, request: Request) -> None:
+        self._check_request(request)
+        if request.sampling.stop:
+            self._stops[request.trajectory] = self._stop_strings(request)
+        self._scheduler.add(request)
+
+    def cancel(self, trajectory: TrajectoryId) -> bool:
+        sequence = self._scheduler.sequences.get(trajectory)
+        if sequence is None:
+            return False
+        self._forget(sequence)
+        return True
+
+    def park(self, trajectory: TrajectoryId) -> None:
+        self._scheduler.park(self._sequence(trajectory), ParkReason.ASKED)
+
+    def resume(self, trajectory: TrajectoryId) -> None:
+        self._scheduler.resume(self._sequence(trajectory))
+
+    def export_trajectory(self, trajectory: TrajectoryId) -> bytes:
+        sequence = self._sequence(trajectory)
+        self._scheduler.park(sequence, ParkReason.ASKED)
+        kv = self._scheduler.kv_of(sequence)
+        kv_bytes = kv.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        request = sequence.request
+        return wire.encode(
+            wire.Export(
+                model=self._kv_kind,
+                trajectory=sequence.id,
+                version=sequence.version,
+                digest=self._live[sequence.version].digest,
+                prompt=request.prompt,
+                generated=tuple(sequence.generated),
+                seed=request.seed,
+                sampling=request.sampling,
+                kv_dtype=self.settings.kv_dtype,
+                kv_shape=tuple(kv.shape),
+                kv_crc32=wire.checksum(kv_bytes),
+                kv=kv_bytes,
+            )
+        )
+
+    def import_trajectory(self, data: bytes) -> TrajectoryId:
+        export = wire.decode(data)
+        request = export.request()
+        live = self._live.get(request.version)
+        if live is None or export.digest != live.digest:
+            here = f"has the digest `{live.digest}` here" if live else "is not installed here"
+            raise ImportRefused(
+                f"trajectory {export.trajectory} was sampled from version {export.version} with "
+                f"the digest `{export.digest}`, which {here}. Move it to an instance of the "
+                "same weights."
+            )
+        kv = self._kv_of_export(export)
+        self.submit(request)
+        self._scheduler.bring(self._sequence(request.trajectory), kv)
+        return request.trajectory
+
+    # Work
+
+    def step(self) -> list[Output]:
+        with torch.inference_mode():
+            outputs = self._scheduler.schedule()
+            decoders = {version: live.decoder for version, live in self._live.items()}
+            if chunks := self._next_chunks():
+                self._forwarder.read(decoders, chunks)
+            ready = [s for s in self._scheduler.running.values() if s.ready]
+            if ready:
+                ready.sort(key=lambda s: s.version)
+                outputs += self._advance(ready, self._draw(decoders, ready))
+        return outputs
+
+    @property
+    def idle(self) -> bool:
+        return self._scheduler.idle
+
+    def load(self) -> Load:
+        versions = {}
+        for version, live in self._live.items():
+            stages = [s.stage for s in self._scheduler.sequences.values() if s.version == version]
+            versions[version] = VersionLoad(
+                digest=live.digest,
+                running=stages.count(Stage.RUNNING),
+                waiting=stages.count(Stage.QUEUED),
+                parked=stages.count(Stage.PARKED),
+                tokens_per_s=self._rates.tokens_per_s(version),
+            )
+        return Load(
+            slots=self.settings.slots,
+            version_slots=self.settings.version_slots,
+            kv_used_tokens=self._pool.used_tokens,
+            kv_budget_tokens=self._pool.num_blocks * self._pool.block_tokens,
+            versions=versions,
+        )
+
+    def close(self) -> None:
+        for sequence in list(self._scheduler.sequences.values()):
+            self._forget(sequence)
+        self._live.clear()
+
+    # Inside
+
+    def _next_chunks(self) -> list[Chunk]:
+        """What is to be read in this step, the oldest first, within the chunk size."""
+        chunks: list[Chunk] = []
+        left = self._chunk
+        lines: dict[int, Prompt | Sequence] = {}
+        for sequence in self._scheduler.running.values():
+            line = sequence if sequence.prompt.whole else sequence.prompt
+            lines.setdefault(id(line), line)
+        for line in lines.values():
+            unread = line.unread
+            if unread and left:
+                chunks.append(Chunk(line, min(unread, left)))
+                left -= chunks[-1].count
+        return chunks
+
+    def _draw(self, decoders: dict[Version, Decoder], sequences: list[Sequence]) -> Draw:
+        plan = self._sampling_plan(sequences)
+        noise = [uniform(s.request.seed, s.id, len(s.own) - 1) for s in sequences]
+        draw = sample(self._forwarder.next_logits(decoders, sequences), plan, noise)
+        if not all(draw.finite):
+            # One row's NaN may have reached the others: again, with every row by itself.
+            logits = self._forwarder.next_logits(decoders, sequences, exact=True)
+            draw = sample(logits, plan, noise)
+        return draw
+
+    def _advance(self, sequences: Iterable[Sequence], draw: Draw) -> list[Output]:
+        outputs: list[Output] = []
+        for row, sequence in enumerate(sequences):
+            if not draw.finite[row]:
+                outputs.append(Failed(sequence.id, "the model's logits are not finite"))
+                self._forget(sequence, suspect=True)
+                continue
+            sequence.kv.tokens += 1
+            sequence.own.append(draw.tokens[row])
+            finish = self._finish(sequence)
+            raw = draw.raw_logprobs[row]
+            outputs.append(
+                Sampled(
+                    trajectory=sequence.id,
+                    version=sequence.version,
+                    digest=self._live[sequence.version].digest,
+                    tokens=(draw.tokens[row],),
+                    logprobs=(draw.logprobs[row],),
+                    raw_logprobs=None if raw is None else (raw,),
+                    finish=finish,
+                )
+            )
+            self._rates.add(sequence.version, 1)
+            if finish is not None:
+                self._forget(sequence)
+        return outputs
+
+    def _finish(self, sequence: Sequence) -> FinishReason | None:
+        sampling, token = sequence.request.sampling, sequence.own[-1]
+        ends = () if sampling.ignore_eos else self.config.eos_token_ids
+        if token in sampling.stop_token_ids or token in ends:
+            return FinishReason.STOP_TOKEN
+        stops = self._stops.get(sequence.id)
+        if stops is not None and stops.completed(sequence.own[1:]):
+            return FinishReason.STOP_STRING
+        if len(sequence.own) - 1 >= sampling.max_tokens:
+            return FinishReason.MAX_TOKENS
+        if len(sequence.prompt.tokens) + len(sequence.own) >= self.config.context:
+            return FinishReason.CONTEXT
+        return None
+
+    def _sampling_plan(self, sequences: list[Sequence]) -> SamplingPlan:
+        ids = [s.id for s in sequences]
+        if self._plan is None or self._plan[0] != ids:
+            self._plan = ids, SamplingPlan([s.request.sampling for s in sequences])
+        return self._plan[1]
+
+    def _forget(self, sequence: Sequence, *, suspect: bool = False) -> None:
+        self._scheduler.remove(sequence, suspect=suspect)
+        self._stops.pop(sequence.id, None)
+
+    def _sequence(self, trajectory: TrajectoryId) -> Sequence:
+        try:
+            return self._scheduler.sequences[trajectory]
+        except KeyError:
+            raise UnknownTrajectory(
+                f"no trajectory `{trajectory}` is here. It may have finished or been cancelled."
+            ) from None
+
+    def _live_version(self, version: Version) -> _Live:
+        try:
+            return self._live[version]
+        except KeyError:
+            raise VersionRefused(
+                f"version {version} is not installed; here are {sorted(self._live)}. "
+                "Install it first."
+            ) from None
+
+    def _check_request(self, request: Request) -> None:
+        self._live_version(request.version)
+        name = f"trajectory {request.trajectory}"
+        if request.trajectory in self._scheduler.sequences:
+            raise RequestRefused(f"{name} is here already. Cancel it first, or use another id.")
+        known = len(request.prompt) + len(request.prefix)
+        if known >= self.config.context:
+            raise RequestRefused(
+                f"the prompt of {name} has {known} tokens, prefix included: the context of this "
+                f"model is {self.config.context}, and a token must fit in after it. Shorten it."
+            )
+        for token in (*request.prompt, *request.prefix, *request.sampling.stop_token_ids):
+            if not 0 <= token < self.config.vocab_size:
+                raise RequestRefused(
+                    f"{name} has the token `{token}`: the vocabulary has "
+                    f"{self.config.vocab_size}. Is it another model's tokenizer?"
+                )
+        if request.sampling.stop and self._tokenizer is None:
+            raise RequestRefused(
+                f"{name} asks for stop strings, and this model has no tokenizer.json. "
+                "Use stop_token_ids."
+            )
+        before = len(request.prompt) - 1
+        own = min(request.sampling.max_tokens, self.config.context - before)
+        needed = self._pool.blocks_for(before) + self._pool.blocks_for(own)
+        if needed > self._pool.num_blocks:
+            size = self._pool.block_tokens
+            raise RequestRefused(
+                f"{name} may need {needed * size} tokens of KV, and the budget is "
+                f"`{self._pool.num_blocks * size}`. Raise rollout.kv_budget_tokens, or lower "
+                "max_tokens."
+            )
+
+    def _stop_strings(self, request: Request) -> StopStrings:
+        assert self._tokenizer is not None
+        return StopStrings(request.sampling.stop, self._tokenizer)
+
+    def _check_tensors(self, directory: Path, tensors: dict[str, torch.Tensor]) -> None:
+        wanted = self.config.tensors()
+        for name, shape in wanted.items():
+            if name not in tensors:
+                raise WeightsError(
+                    f"tensor `{name}` is missing from `{directory}`. Is it another model's?"
+                )
+            if tuple(tensors[name].shape) != shape:
+                raise WeightsError(
+                    f"tensor `{name}` in `{directory}` has the shape "
+                    f"`{tuple(tensors[name].shape)}`: this model has {shape}."
+                )
+        if foreign := sorted(tensors.keys() - wanted.keys()):
+            raise WeightsError(
+                f"tensor `{foreign[0]}` in `{directory}` is none of this model's. "
+                "Is it another model's?"
+            )
+
+    def _narrow(self, layout: Layout) -> int:
+        if layout is not Layout.PACKED:
+            return 0
+        if self._narrow_rows is None:
+            self._narrow_rows = narrow_rows_of_this_machine(
+                self.config.hidden_size, 2 * self.config.intermediate_size
+            )
+        return self._narrow_rows
+
+    @property
+    def _kv_kind(self) -> str:
+        """What KV must have in common to be read by the same attention."""
+        config = self.config
+        return f"{config.family} {config.num_layers}x{config.num_kv_heads}x{config.head_dim}"
+
+    def _kv_of_export(self, export: wire.Export) -> torch.Tensor:
+        expected = (
+            self.config.num_layers,
+            2,
+            len(export.prompt) - 1 + len(export.generated),
+            self.config.num_kv_heads,
+            self.config.head_dim,
+        )
+        cached = export.kv_shape[2] if len(export.kv_shape) == len(expected) else -1
+        fits = (
+            export.model == self._kv_kind
+            and export.kv_dtype in ("float32", "bfloat16")
+            and 0 <= cached <= expected[2]
+            and export.kv_shape == (*expected[:2], cached, *expected[3:])
+        )
+        dtype = getattr(torch, export.kv_dtype, None) if fits else None
+        if dtype is None or len(export.kv) != _numel(export.kv_shape) * dtype.itemsize:
+            raise ImportRefused(
+                f"the KV of trajectory {export.trajectory} is `{export.model}` of shape "
+                f"{export.kv_shape}: here it must be `{self._kv_kind}` of {expected}. "
+                "Move it to an instance of the same model."
+            )
+        kv = torch.empty(export.kv_shape, dtype=dtype)
+        if export.kv:
+            flat = torch.frombuffer(bytearray(export.kv), dtype=dtype)
+            kv = flat.view(export.kv_shape)
+        return kv.to(self._pool.keys_LNKDT.dtype)
+
+
+def _numel(shape: Iterable[int]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product

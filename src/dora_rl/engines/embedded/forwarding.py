@@ -1,0 +1,217 @@
+"""From sequences to rows: one forward pass over the next tokens of many sequences.
+
+Here sequences become tensors: which token each row feeds, where its key and value go, and
+which blocks it reads. Nothing is scheduled and nothing sampled here.
+"""
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Series
+from dataclasses import dataclass
+from itertools import chain, groupby
+from operator import itemgetter
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from dora_rl.core.types import Version
+from dora_rl.engines.embedded.attention import BlockAttention, ExactAttention, Reading, causal
+from dora_rl.engines.embedded.kv import KvPool
+from dora_rl.engines.embedded.sequences import Prompt, Sequence
+from dora_rl.models.config import ModelConfig
+from dora_rl.models.decoder import Decoder, Part, forward, logits, rotary_of
+from dora_rl.models.rope import RopeTable
+
+Decoders: TypeAlias = Mapping[Version, Decoder]
+# Attention over what is in the pool, the rows' own keys and values included.
+Read: TypeAlias = Callable[[int, Tensor], Tensor]  # (layer, q_RHD) -> out_RX
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The next `count` tokens of a prompt, or of a sequence's prefix, that are not cached yet."""
+
+    line: Prompt | Sequence
+    count: int
+
+    @property
+    def version(self) -> Version:
+        return self.line.version
+
+    @property
+    def tokens(self) -> Series[int]:
+        line = self.line
+        known = line.tokens if isinstance(line, Prompt) else line.own
+        return known[line.kv.tokens : line.kv.tokens + self.count]
+
+    @property
+    def first(self) -> int:
+        """Position of the first of them."""
+        return self.line.kv.tokens if isinstance(self.line, Prompt) else self.line.position
+
+
+class Forwarder:
+    """Runs rows through the decoders of the live versions, over one pool."""
+
+    def __init__(self, config: ModelConfig, pool: KvPool, *, exact: bool) -> None:
+        self._config = config
+        self._pool = pool
+        self._rope = RopeTable(config)
+        self._scale = config.head_dim**-0.5
+        self._exact = exact
+
+    def read(self, decoders: Decoders, chunks: Series[Chunk]) -> None:
+        """Compute the KV of these chunks."""
+        chunks = sorted(chunks, key=lambda chunk: chunk.version)
+        rows = [(chunk, index) for chunk in chunks for index in range(chunk.count)]
+        if self._exact:
+            read = self._read_exactly(
+                [self._reads_of_chunk(row, *at) for row, at in enumerate(rows)]
+            )
+        else:
+            read = self._read_chunks(chunks)
+        self._run(
+            _parts(decoders, [(chunk.version, chunk.count) for chunk in chunks]),
+            [token for chunk in chunks for token in chunk.tokens],
+            [chunk.first + index for chunk, index in rows],
+            [self._place(chunk.line, chunk.line.kv.tokens + index) for chunk, index in rows],
+            read,
+        )
+        for chunk in chunks:
+            chunk.line.kv.tokens += chunk.count
+
+    def next_logits(
+        self, decoders: Decoders, sequences: Series[Sequence], *, exact: bool = False
+    ) -> Tensor:
+        """Feed the last token of each; the logits of the next, in the order given.
+
+        The sequences must stand by version, and have all but their last token cached; it
+        counts as cached when the caller says so. With
+        `exact` no row can touch another, not even by NaN.
+        """
+        parts = _parts(decoders, [(sequence.version, 1) for sequence in sequences])
+        own = [self._reads_of_own(row, s, 1) for row, s in enumerate(sequences)]
+        prompts = [self._reads_of_prompt(row, s.prompt) for row, s in enumerate(sequences)]
+        if self._exact or exact:
+            read = self._read_exactly([p + o for p, o in zip(prompts, own, strict=True)])
+        else:
+            read = self._read_blocks(sequences, own, prompts)
+        hidden = self._run(
+            parts,
+            [s.own[-1] for s in sequences],
+            [s.position for s in sequences],
+            [self._place(s, s.kv.tokens) for s in sequences],
+            read,
+        )
+        return logits(parts, hidden)
+
+    def _run(
+        self,
+        parts: Series[Part],
+        tokens: Series[int],
+        positions: Series[int],
+        places: Series[tuple[int, int]],
+        read: Read,
+    ) -> Tensor:
+        block_R, offset_R = torch.tensor(places).unbind(1)
+        cos_RD, sin_RD = rotary_of(*self._rope.cos_sin(torch.tensor(positions)))
+        keys, values = self._pool.keys_LNKDT, self._pool.values_LNKTD
+
+        def attend(layer: int, q_RHD: Tensor, k_RKD: Tensor, v_RKD: Tensor) -> Tensor:
+            keys[layer][block_R, :, :, offset_R] = k_RKD.to(keys.dtype)
+            values[layer][block_R, :, offset_R] = v_RKD.to(values.dtype)
+            return read(layer, q_RHD)
+
+        return forward(parts, torch.tensor(tokens), cos_RD, sin_RD, attend)
+
+    def _read_blocks(
+        self,
+        sequences: Series[Sequence],
+        own: Series[list[Reading]],
+        prompts: Series[list[Reading]],
+    ) -> Read:
+        """Single rows over the blocks where they lie: at the low end and at the high one."""
+        low, high = list(chain(*own)), list[Reading]()
+        for sequence, reads in zip(sequences, prompts, strict=True):
+            (low if sequence.prompt.kv.low else high).extend(reads)
+        attend = BlockAttention(
+            [low, high] if high else [low],
+            len(own),
+            self._pool.block_tokens,
+            self._config.num_kv_heads,
+        )
+        keys, values, scale = self._pool.keys_LNKDT, self._pool.values_LNKTD, self._scale
+        return lambda layer, q_RHD: attend(q_RHD, keys[layer], values[layer], scale)
+
+    def _read_exactly(self, reads_R: Series[Series[Reading]]) -> Read:
+        attend = ExactAttention(reads_R, self._pool.block_tokens)
+        keys, values, scale = self._pool.keys_LNKDT, self._pool.values_LNKTD, self._scale
+        return lambda layer, q_RHD: attend(q_RHD, keys[layer], values[layer], scale)
+
+    def _read_chunks(self, chunks: Series[Chunk]) -> Read:
+        """Each chunk over a copy of all that it reads: bound by arithmetic anyway."""
+
+        def read(layer: int, q_RHD: Tensor) -> Tensor:
+            out = []
+            start = 0
+            for chunk in chunks:
+                q_CHD = q_RHD[start : start + chunk.count]
+                keys_KDT, values_KTD = self._copy_up_to(layer, chunk)
+                out.append(causal(q_CHD, keys_KDT, values_KTD, chunk.first, self._scale))
+                start += chunk.count
+            return torch.cat(out)
+
+        return read
+
+    def _copy_up_to(self, layer: int, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """Keys and values from the first token of the sequence to the last of the chunk."""
+        line = chunk.line
+        end = line.kv.tokens + chunk.count
+        stretches = [(line.kv.blocks, end)]
+        if isinstance(line, Sequence):
+            stretches.insert(0, (line.prompt.kv.blocks, len(line.prompt.tokens)))
+        keys, values = [], []
+        for blocks, tokens in stretches:
+            used = torch.tensor(blocks[: self._pool.blocks_for(tokens)], dtype=torch.long)
+            key = self._pool.keys_LNKDT[layer][used].permute(1, 2, 0, 3).flatten(2)
+            value = self._pool.values_LNKTD[layer][used].transpose(0, 1).flatten(1, 2)
+            keys.append(key[..., :tokens].float())
+            values.append(value[:, :tokens].float())
+        return torch.cat(keys, -1), torch.cat(values, 1)
+
+    def _reads_of_chunk(self, row: int, chunk: Chunk, index: int) -> list[Reading]:
+        line = chunk.line
+        if isinstance(line, Sequence):
+            return self._reads_of_prompt(row, line.prompt) + self._reads_of_own(
+                row, line, index + 1
+            )
+        return self._reads(row, line.kv.blocks, line.kv.tokens + index + 1)
+
+    def _reads_of_prompt(self, row: int, prompt: Prompt) -> list[Reading]:
+        return self._reads(row, prompt.kv.blocks, len(prompt.tokens))
+
+    def _reads_of_own(self, row: int, sequence: Sequence, new: int) -> list[Reading]:
+        """`new` counts the tokens of this pass up to the row's own."""
+        return self._reads(row, sequence.kv.blocks, sequence.kv.tokens + new)
+
+    def _reads(self, row: int, blocks: Series[int], tokens: int) -> list[Reading]:
+        size = self._pool.block_tokens
+        return [
+            Reading(row, block, min(size, tokens - place * size))
+            for place, block in enumerate(blocks[: self._pool.blocks_for(tokens)])
+        ]
+
+    def _place(self, line: Prompt | Sequence, index: int) -> tuple[int, int]:
+        """Block and offset of a token of the line's own KV."""
+        place, offset = divmod(index, self._pool.block_tokens)
+        return line.kv.blocks[place], offset
+
+
+def _parts(decoders: Decoders, rows: Series[tuple[Version, int]]) -> list[Part]:
+    """Runs of rows of the same version."""
+    parts: list[Part] = []
+    stop = 0
+    for version, run in groupby(rows, key=itemgetter(0)):
+        start, stop = stop, stop + sum(count for _, count in run)
+        parts.append(Part(decoders[version], start, stop))
+    return parts

@@ -1,0 +1,71 @@
+"""What a user may set of the embedded engine."""
+
+import os
+from dataclasses import dataclass
+
+from dora_rl.core.errors import SettingsError
+from dora_rl.models.config import ModelConfig
+from dora_rl.models.linear import Layout
+
+_KV_SHARE_OF_MEMORY = 0.25  # the rest is for weights, the trainer and everything else
+_PACKED_SHARE_OF_MEMORY = 0.25
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Sizes and forms; the defaults suit a laptop."""
+
+    slots: int = 32  # trajectories that run at once
+    version_slots: int = 4  # versions that are in memory at once
+    kv_budget_tokens: int | None = None  # None: what the slots can use, within memory
+    kv_dtype: str = "float32"
+    block_tokens: int = 64  # KV is given out in blocks of so many tokens
+    prefill_chunk: int = 512  # prompt tokens read in one step, at most
+    layout: Layout | None = None  # form of the weights; None: packed where memory allows
+    deterministic: bool = False  # bit-exact whatever the batch; slower
+
+    def __post_init__(self) -> None:
+        for name in ("slots", "version_slots", "block_tokens", "prefill_chunk"):
+            value = getattr(self, name)
+            if value < 1:
+                raise SettingsError(f"rollout.{name} must be >= 1: `{value}`.")
+        budget = self.kv_budget_tokens
+        if budget is not None and budget < self.block_tokens:
+            raise SettingsError(
+                f"rollout.kv_budget_tokens must hold at least one block of "
+                f"{self.block_tokens} tokens: `{budget}`."
+            )
+        if self.kv_dtype not in _DTYPE_BYTES:
+            raise SettingsError(f"rollout.kv_dtype must be float32 or bfloat16: `{self.kv_dtype}`.")
+        if self.deterministic and self.layout not in (None, Layout.TILED):
+            raise SettingsError(
+                f"rollout.layout must be tiled in the deterministic mode: `{self.layout}`."
+            )
+
+    def num_blocks(self, config: ModelConfig) -> int:
+        """Blocks of the KV memory."""
+        if self.kv_budget_tokens is not None:
+            return self.kv_budget_tokens // self.block_tokens
+        token_bytes = (
+            2 * config.num_layers * config.num_kv_heads * config.head_dim
+        ) * _DTYPE_BYTES[self.kv_dtype]
+        fits = int(_memory_bytes() * _KV_SHARE_OF_MEMORY) // (token_bytes * self.block_tokens)
+        # A trajectory has a block begun for its prompt and one for what it generates.
+        useful = self.slots * (-(-config.context // self.block_tokens) + 1)
+        return max(1, min(fits, useful))
+
+    def layout_for(self, weights_bytes: int) -> Layout:
+        """The form of the weights, for a version of this size."""
+        if self.deterministic:
+            return Layout.TILED
+        if self.layout is not None:
+            return self.layout
+        packed = 3 * weights_bytes * self.version_slots
+        return (
+            Layout.PACKED if packed <= _memory_bytes() * _PACKED_SHARE_OF_MEMORY else Layout.MAPPED
+        )
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

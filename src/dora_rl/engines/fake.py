@@ -1,0 +1,350 @@
+"""An engine without a model: the whole contract in a few lines, for tests of what drives one.
+
+Its model is a chain of hashes. Every token that it reads leaves eight bytes, made of the bytes
+before and the token: that is its KV. The last eight give the logits of the next token. So the
+tokens are a pure function of weights, prompt and noise, the distribution they are drawn from is
+known exactly, and a KV that was lost, mixed up or made by other weights shows in the tokens.
+
+Whoever came first goes first: it starts first, is parked last and resumed first. Parking by
+request is not reported, since whoever asked knows.
+"""
+
+import hashlib
+import json
+import math
+import struct
+import time
+from bisect import bisect_left, bisect_right
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from itertools import accumulate
+from pathlib import Path
+
+from dora_rl.core.types import TrajectoryId, Version
+from dora_rl.engines import base, wire
+from dora_rl.engines.base import FinishReason, Output, ParkReason, Request, Sampling
+from dora_rl.engines.errors import ImportRefused, RequestRefused, UnknownTrajectory, VersionRefused
+from dora_rl.engines.noise import uniform
+
+_CELL = 8  # bytes of KV a token
+_SPREAD = 6.0  # between the least and the largest logit: uneven, and no token out of reach
+_RATE_WINDOW_S = 5.0
+
+
+def read_tokens(digest: str, tokens: Sequence[int], kv: bytes = b"") -> bytes:
+    """The KV of `tokens` behind `kv`, under the weights of this digest."""
+    made = bytearray()
+    cell = kv[-_CELL:] or hashlib.blake2b(digest.encode(), digest_size=_CELL).digest()
+    for token in tokens:
+        cell = hashlib.blake2b(cell + token.to_bytes(8, "little"), digest_size=_CELL).digest()
+        made += cell
+    return bytes(made)
+
+
+def logits_after(kv: bytes, vocab_size: int) -> list[float]:
+    """The logits of the token that comes next."""
+    block = hashlib.shake_128(kv[-_CELL:]).digest(2 * vocab_size)
+    return [number * (_SPREAD / 0xFFFF) for number in struct.unpack(f"<{vocab_size}H", block)]
+
+
+def distribution(logits: Sequence[float], sampling: Sampling) -> dict[int, float]:
+    """The tokens that can be drawn, the most probable first, and their probabilities."""
+    kept = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
+    if sampling.temperature == 0:
+        return {kept[0]: 1.0}
+    top = logits[kept[0]]
+    weights = {token: math.exp((logits[token] - top) / sampling.temperature) for token in kept}
+    kept = kept[: sampling.top_k or None]
+    sums = list(accumulate(weights[token] for token in kept))
+    kept = kept[: bisect_left(sums, sampling.top_p * sums[-1]) + 1]
+    kept = [token for token in kept if weights[token] >= sampling.min_p]
+    total = sum(weights[token] for token in kept)
+    return {token: weights[token] / total for token in kept if weights[token]}
+
+
+def draw(chances: dict[int, float], noise: float) -> int:
+    """The token at which the summed probabilities pass `noise`."""
+    sums = list(accumulate(chances.values()))
+    return list(chances)[min(bisect_right(sums, noise), len(sums) - 1)]
+
+
+class _State(Enum):
+    WAITING = auto()  # for a slot; its KV, if it has any, on the host
+    RUNNING = auto()
+    NO_ROOM = auto()  # parked by the engine
+    ASKED = auto()  # parked by request
+
+
+@dataclass(slots=True)
+class _Live:
+    request: Request
+    version: Version  # now; `carry` changes it
+    kv: bytes = b""
+    state: _State = _State.WAITING
+    tokens: list[int] = field(init=False)  # the prompt and all that was generated
+
+    def __post_init__(self) -> None:
+        self.tokens = [*self.request.prompt, *self.request.prefix]
+
+    @property
+    def held(self) -> int:
+        return len(self.kv) // _CELL
+
+    @property
+    def generated(self) -> tuple[int, ...]:
+        return tuple(self.tokens[len(self.request.prompt) :])
+
+
+@dataclass(kw_only=True, eq=False)
+class FakeEngine(base.Engine):
+    """Keeps the contract of `Engine` without weights; a directory gives it a digest alone."""
+
+    slots: int = 8
+    version_slots: int = 2
+    context: int = 256
+    kv_budget_tokens: int = 2048
+    prefill_chunk: int = 64
+    vocab_size: int = 32
+    eos: int = 0
+    decode: Callable[[Sequence[int]], str] | None = None
+    clock: Callable[[], float] = time.monotonic
+    _digests: dict[Version, str] = field(init=False, default_factory=dict)
+    _live: dict[TrajectoryId, _Live] = field(init=False, default_factory=dict)  # by arrival
+    _failing: set[TrajectoryId] = field(init=False, default_factory=set)
+    _sampled: deque[tuple[float, Version]] = field(init=False, default_factory=deque)
+
+    def install(self, version: Version, directory: Path) -> str:
+        digest = _digest_of(directory)
+        here = self._digests.get(version)
+        if here is None and len(self._digests) >= self.version_slots:
+            raise VersionRefused(
+                f"no slot for version {version}: all {self.version_slots} are taken, by "
+                f"{', '.join(map(str, self._digests))}. Retire one first."
+            )
+        if here not in (None, digest):
+            raise VersionRefused(
+                f"version {version} is here with the digest `{here}`, and "
+                f"`{directory}` has `{digest}`. Retire it first."
+            )
+        self._digests[version] = digest
+        return digest
+
+    def retire(self, version: Version) -> None:
+        for trajectory, live in self._live.items():
+            if live.version == version:
+                raise VersionRefused(f"version {version} still has trajectory `{trajectory}` here.")
+        self._digests.pop(version, None)
+
+    def submit(self, request: Request) -> None:
+        self._digest(request.version)
+        self._check(request)
+        self._live[request.trajectory] = _Live(request, request.version)
+
+    def step(self) -> list[Output]:
+        outputs: list[Output] = [*self._start(), *self._make_room()]
+        for live in self._in(_State.RUNNING):
+            outputs += self._advance(live)
+        while self._sampled and self._sampled[0][0] <= self.clock() - _RATE_WINDOW_S:
+            self._sampled.popleft()
+        return outputs
+
+    def cancel(self, trajectory: TrajectoryId) -> bool:
+        self._failing.discard(trajectory)
+        return self._live.pop(trajectory, None) is not None
+
+    def park(self, trajectory: TrajectoryId) -> None:
+        self._get(trajectory).state = _State.ASKED
+
+    def resume(self, trajectory: TrajectoryId) -> None:
+        live = self._get(trajectory)
+        if live.state is _State.ASKED:
+            live.state = _State.WAITING
+
+    def export_trajectory(self, trajectory: TrajectoryId) -> bytes:
+        live = self._get(trajectory)
+        live.state = _State.ASKED
+        return wire.encode(
+            wire.Export(
+                model=f"fake of {self.vocab_size} tokens",
+                trajectory=trajectory,
+                version=live.version,
+                digest=self._digests[live.version],
+                prompt=live.request.prompt,
+                generated=live.generated,
+                seed=live.request.seed,
+                sampling=live.request.sampling,
+                kv_dtype="uint8",
+                kv_shape=(live.held, _CELL),
+                kv_crc32=wire.checksum(live.kv),
+                kv=live.kv,
+            )
+        )
+
+    def import_trajectory(self, data: bytes) -> TrajectoryId:
+        export = wire.decode(data)
+        name, model = f"trajectory {export.trajectory}", f"fake of {self.vocab_size} tokens"
+        try:
+            digest = self._digest(export.version)
+            self._check(export.request())
+        except (RequestRefused, VersionRefused) as error:
+            raise ImportRefused(f"{name} cannot go on here: {error}") from None
+        if (export.model, export.digest) != (model, digest):
+            raise ImportRefused(
+                f"{name} is of `{export.model}` with the digest `{export.digest}`, and here are "
+                f"`{model}` and `{digest}`. Move it to where both are the same."
+            )
+        tokens = (*export.prompt, *export.generated)[: len(export.kv) // _CELL]
+        kv = read_tokens(digest, tokens)
+        if (export.kv_shape, export.kv) != ((len(tokens), _CELL), kv):
+            raise ImportRefused(f"the KV of {name} is not that of its tokens. Export it again.")
+        self._live[export.trajectory] = _Live(export.request(), export.version, export.kv)
+        return export.trajectory
+
+    def carry(self, source: Version, target: Version) -> None:
+        self._digest(target)
+        for live in self._live.values():
+            if live.version == source:
+                live.version, live.kv = target, b""
+
+    def load(self) -> base.Load:
+        since = self.clock() - _RATE_WINDOW_S
+        recent = Counter(version for when, version in self._sampled if when > since)
+        versions = {}
+        for version, digest in self._digests.items():
+            states = [live.state for live in self._live.values() if live.version == version]
+            versions[version] = base.VersionLoad(
+                digest=digest,
+                running=states.count(_State.RUNNING),
+                waiting=states.count(_State.WAITING),
+                parked=states.count(_State.NO_ROOM) + states.count(_State.ASKED),
+                tokens_per_s=recent[version] / _RATE_WINDOW_S,
+            )
+        used = sum(live.held for live in self._in(_State.RUNNING))
+        return base.Load(self.slots, self.version_slots, used, self.kv_budget_tokens, versions)
+
+    @property
+    def idle(self) -> bool:
+        return all(live.state is _State.ASKED for live in self._live.values())
+
+    def close(self) -> None:
+        self._live.clear()
+        self._digests.clear()
+
+    def fail_next(self, trajectory: TrajectoryId) -> None:
+        """For tests: the trajectory fails in the next step that it runs in."""
+        self._get(trajectory)
+        self._failing.add(trajectory)
+
+    def _get(self, trajectory: TrajectoryId) -> _Live:
+        if trajectory not in self._live:
+            raise UnknownTrajectory(f"no trajectory `{trajectory}` is here. It may have ended.")
+        return self._live[trajectory]
+
+    def _digest(self, version: Version) -> str:
+        if version not in self._digests:
+            raise VersionRefused(f"version `{version}` is not installed here. Install it first.")
+        return self._digests[version]
+
+    def _in(self, *states: _State) -> list[_Live]:
+        return [live for live in self._live.values() if live.state in states]
+
+    def _check(self, request: Request) -> None:
+        name = f"trajectory {request.trajectory}"
+        tokens = (*request.prompt, *request.prefix)
+        named = (*tokens, *request.sampling.stop_token_ids)
+        strange = [token for token in named if not 0 <= token < self.vocab_size]
+        # The last token is never read, so that its KV is never held.
+        need = min(len(request.prompt) + request.sampling.max_tokens, self.context) - 1
+        if request.trajectory in self._live:
+            raise RequestRefused(f"{name} is already here. Cancel it first, or take another id.")
+        if strange:
+            raise RequestRefused(f"{name} has a token outside the vocabulary: `{strange[0]}`.")
+        if len(tokens) >= self.context:
+            raise RequestRefused(
+                f"{name} has {len(tokens)} tokens, and the context is {self.context}. Shorten it."
+            )
+        if need > self.kv_budget_tokens:
+            raise RequestRefused(
+                f"{name} may need the KV of {need} tokens, and the budget is "
+                f"{self.kv_budget_tokens}. Lower max_tokens, or raise the budget."
+            )
+        if request.sampling.stop and self.decode is None:
+            raise RequestRefused(
+                f"stop needs a tokenizer: `{request.sampling.stop}`. Give `decode`."
+            )
+
+    def _after_step(self, live: _Live) -> int:
+        """The KV that it holds once it has taken a step."""
+        return min(live.held + self.prefill_chunk, len(live.tokens))
+
+    def _start(self) -> list[base.Resumed]:
+        """Slots for those that wait, oldest first; none overtakes one that does not fit."""
+        running = self._in(_State.RUNNING)
+        room = self.kv_budget_tokens - sum(map(self._after_step, running))
+        resumed = []
+        for live in self._in(_State.WAITING, _State.NO_ROOM)[: self.slots - len(running)]:
+            room -= self._after_step(live)
+            if room < 0:
+                break
+            if live.state is _State.NO_ROOM:
+                resumed.append(base.Resumed(live.request.trajectory))
+            live.state = _State.RUNNING
+        return resumed
+
+    def _make_room(self) -> list[base.Parked]:
+        """Park the youngest until the rest can take a step; the oldest always can."""
+        running = self._in(_State.RUNNING)
+        parked = []
+        while sum(map(self._after_step, running)) > self.kv_budget_tokens:
+            youngest = running.pop()
+            youngest.state = _State.NO_ROOM
+            parked.append(base.Parked(youngest.request.trajectory, ParkReason.KV_BUDGET))
+        return parked
+
+    def _advance(self, live: _Live) -> list[Output]:
+        request, digest = live.request, self._digests[live.version]
+        trajectory, sampling = request.trajectory, request.sampling
+        if trajectory in self._failing:
+            self.cancel(trajectory)
+            return [base.Failed(trajectory, "asked to fail by a test")]
+        new = live.tokens[live.held : self._after_step(live)]
+        live.kv += read_tokens(digest, new, live.kv)
+        if live.held < len(live.tokens):
+            return []
+        logits = logits_after(live.kv, self.vocab_size)
+        chances = distribution(logits, sampling)
+        token = draw(chances, uniform(request.seed, trajectory, len(live.generated)))
+        live.tokens.append(token)
+        self._sampled.append((self.clock(), live.version))
+        finish = self._finish(live)
+        if finish:
+            self.cancel(trajectory)
+        logprobs = (math.log(chances[token]),)
+        raw = (logits[token] - math.log(sum(map(math.exp, logits))),)
+        named = (trajectory, live.version, digest, (token,), logprobs)
+        return [base.Sampled(*named, raw if sampling.raw_logprobs else None, finish)]
+
+    def _finish(self, live: _Live) -> FinishReason | None:
+        sampling, token = live.request.sampling, live.tokens[-1]
+        if token in sampling.stop_token_ids or (token == self.eos and not sampling.ignore_eos):
+            return FinishReason.STOP_TOKEN
+        if sampling.stop and self.decode:
+            text = self.decode(live.generated)
+            if any(stop in text for stop in sampling.stop):
+                return FinishReason.STOP_STRING
+        if len(live.generated) >= sampling.max_tokens:
+            return FinishReason.MAX_TOKENS
+        return FinishReason.CONTEXT if len(live.tokens) >= self.context else None
+
+
+def _digest_of(directory: Path) -> str:
+    path = directory / "manifest.json"
+    try:
+        digest = json.loads(path.read_text(encoding="utf-8"))["digest"]
+        if isinstance(digest, str) and digest:
+            return digest
+        raise ValueError(f"`{digest}`")
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise VersionRefused(f"`{path}` names no digest: {error}. Give a stored version.") from None

@@ -1,0 +1,349 @@
+"""How the suite of engines drives one: a description of the implementation, and a witness.
+
+`Harness` is what an implementation says of itself. `Drive` passes calls to an engine and checks
+after each of them what must always hold; its records are what the tests compare.
+"""
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora_rl.core.types import TrajectoryId, Version
+from dora_rl.engines.base import (
+    Engine,
+    Failed,
+    FinishReason,
+    Output,
+    Parked,
+    ParkReason,
+    Request,
+    Resumed,
+    Sampled,
+    Sampling,
+)
+
+OLD, MID, NEW = 3, 4, 7  # the versions of the tests, and which weights they are
+WEIGHTS = {OLD: 0, MID: 1, NEW: 2}
+PROMPT = 5  # tokens
+TOKENS = 8
+MAX_STEPS = 2000
+
+
+class Harness:
+    """What the suite must know of an implementation, and how to make one."""
+
+    vocab_size: int
+    context: int  # at least 48 tokens, and 12 times `kv_unit`
+    eos: int  # not so rare: the suite samples up to 4096 tokens to meet one
+    exact: bool = True  # the same trajectory gives the same bits; else within `tolerance`
+    tolerance: float = 0.0  # of a log-probability whose KV was computed anew
+    kv_unit: int = 1  # KV is given out in pieces of so many tokens
+    parks: bool = True  # starts more than the KV budget can finish at once
+
+    def __init__(self) -> None:
+        self._made: list[Engine] = []
+        self.quiet: dict[Request, Record] = {}  # see `alone`
+
+    def __enter__(self) -> "Harness":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for engine in list(self._made):
+            self.close(engine)
+
+    def _make(self, **settings: Any) -> Engine:
+        """An engine. Only what a test asks for is in `settings`: see `make`."""
+        raise NotImplementedError
+
+    def weights(self, n: int) -> Path:
+        """The directory of the n-th set of weights; 0, 1, 2 and 3 differ."""
+        raise NotImplementedError
+
+    def make(
+        self,
+        *,
+        slots: int = 4,
+        version_slots: int = 3,
+        deterministic: bool = True,
+        **settings: int,  # kv_budget_tokens, prefill_chunk
+    ) -> Engine:
+        settings |= {"slots": slots, "version_slots": version_slots}
+        engine = self._make(deterministic=deterministic, **settings)
+        self._made.append(engine)
+        return engine
+
+    def close(self, engine: Engine) -> None:
+        self._made.remove(engine)
+        engine.close()
+
+    def prompt(self, n: int, length: int) -> tuple[int, ...]:
+        rng = random.Random(n)
+        return tuple(rng.randrange(self.vocab_size) for _ in range(length))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of these tokens, as the engine has it: for `StopStringContract`."""
+        raise NotImplementedError
+
+    def fail(self, engine: Engine, trajectory: TrajectoryId) -> None:
+        """Make the next step of this trajectory fail: for `FailureContract`."""
+        raise NotImplementedError
+
+
+@dataclass
+class Record:
+    """All that was heard of one trajectory, on whatever engine."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    raw: list[float] = field(default_factory=list)
+    labels: list[tuple[Version, str]] = field(default_factory=list)  # of each token
+    finish: FinishReason | None = None
+    failure: str | None = None
+
+    def after(self, cut: int) -> "Record":
+        """The same without its first tokens."""
+        return replace(
+            self,
+            tokens=self.tokens[cut:],
+            logprobs=self.logprobs[cut:],
+            raw=self.raw[cut:],
+            labels=self.labels[cut:],
+        )
+
+
+class Drive:
+    """One engine, what it was asked, and what it answered; `records` may be shared by several."""
+
+    def __init__(self, engine: Engine, records: dict[TrajectoryId, Record] | None = None) -> None:
+        self.engine = engine
+        self.records: dict[TrajectoryId, Record] = {} if records is None else records
+        self.digests: dict[Version, str] = {}
+        self.live: dict[TrajectoryId, Request] = {}
+        self.asked: set[TrajectoryId] = set()  # parked by us
+        self.no_room: set[TrajectoryId] = set()  # parked by the engine
+        self.parks = 0  # by the engine, in all
+
+    def install(self, version: Version, directory: Path) -> str:
+        self.digests[version] = self.engine.install(version, directory)
+        self.check()
+        return self.digests[version]
+
+    def retire(self, version: Version) -> None:
+        self.engine.retire(version)
+        self.digests.pop(version, None)
+        self.check()
+
+    def submit(self, *requests: Request) -> None:
+        for request in requests:
+            self.engine.submit(request)
+            self._enter(request)
+
+    def cancel(self, trajectory: TrajectoryId) -> bool:
+        was_here = self.engine.cancel(trajectory)
+        assert was_here == (trajectory in self.live)
+        self._forget(trajectory)
+        self.check()
+        return was_here
+
+    def park(self, trajectory: TrajectoryId) -> None:
+        self.engine.park(trajectory)
+        self._ask(trajectory)
+
+    def resume(self, trajectory: TrajectoryId) -> None:
+        self.engine.resume(trajectory)
+        self.asked.discard(trajectory)
+        self.check()
+
+    def export(self, trajectory: TrajectoryId) -> bytes:
+        data = self.engine.export_trajectory(trajectory)
+        self._ask(trajectory)
+        return data
+
+    def take(self, data: bytes, request: Request) -> None:
+        assert self.engine.import_trajectory(data) == request.trajectory
+        self._enter(request)
+
+    def move(self, trajectory: TrajectoryId, target: "Drive") -> None:
+        target.take(self.export(trajectory), self.live[trajectory])
+        self.cancel(trajectory)
+
+    def carry(self, source: Version, target: Version) -> None:
+        self.engine.carry(source, target)
+        for trajectory, request in self.live.items():
+            if request.version == source:
+                self.live[trajectory] = replace(request, version=target)
+        self.check()
+
+    def step(self, times: int = 1) -> list[Output]:
+        """All that `times` steps report."""
+        heard: list[Output] = []
+        for _ in range(times):
+            was_idle = self.engine.idle
+            outputs = self.engine.step()
+            assert not (was_idle and outputs)
+            for output in outputs:
+                self._hear(output)
+            self.check()
+            heard += outputs
+        return heard
+
+    def run(self) -> dict[TrajectoryId, Record]:
+        """Steps until there is nothing to do."""
+        for _ in range(MAX_STEPS):
+            if self.engine.idle:
+                return self.records
+            self.step()
+        raise AssertionError(f"not idle after {MAX_STEPS} steps: {self.engine.load()}")
+
+    def until(self, trajectory: TrajectoryId, tokens: int) -> None:
+        """Steps until a trajectory has so many tokens."""
+        for _ in range(MAX_STEPS):
+            if len(self.records[trajectory].tokens) >= tokens:
+                return
+            self.step()
+        raise AssertionError(f"no {tokens} tokens of {trajectory} in {MAX_STEPS} steps")
+
+    def check(self) -> None:
+        """What holds at every moment."""
+        load = self.engine.load()
+        assert {v: one.digest for v, one in load.versions.items()} == self.digests
+        assert len(load.versions) <= load.version_slots
+        assert load.running <= load.slots
+        assert 0 <= load.kv_used_tokens <= load.kv_budget_tokens
+        for version, one in load.versions.items():
+            here = [t for t, request in self.live.items() if request.version == version]
+            assert one.running + one.waiting + one.parked == len(here)
+            assert one.parked == len((self.asked | self.no_room).intersection(here))
+            assert 0 <= one.tokens_per_s < math.inf
+        if not self.live:
+            assert load.kv_used_tokens == 0
+        assert self.engine.idle == (self.live.keys() == self.asked)
+
+    def _enter(self, request: Request) -> None:
+        self.live[request.trajectory] = request
+        self.records.setdefault(request.trajectory, Record())
+        self.check()
+
+    def _forget(self, trajectory: TrajectoryId) -> None:
+        self.live.pop(trajectory, None)
+        self.asked.discard(trajectory)
+        self.no_room.discard(trajectory)
+
+    def _ask(self, trajectory: TrajectoryId) -> None:
+        self.asked.add(trajectory)
+        self.no_room.discard(trajectory)
+        self.check()
+
+    def _hear(self, output: Output) -> None:
+        trajectory = output.trajectory
+        assert trajectory in self.live, f"{output} of a trajectory that is not here"
+        record = self.records[trajectory]
+        if isinstance(output, Sampled):
+            assert trajectory not in self.asked | self.no_room, f"{output} of one that is parked"
+            self._hear_tokens(output, record)
+        elif isinstance(output, Parked):
+            if output.reason is ParkReason.KV_BUDGET:
+                assert trajectory not in self.asked | self.no_room, f"{output} for the second time"
+                self.no_room.add(trajectory)
+                self.parks += 1
+        elif isinstance(output, Resumed):
+            assert trajectory in self.no_room, f"{output} of one that was not parked for room"
+            self.no_room.discard(trajectory)
+        else:
+            assert isinstance(output, Failed)
+            record.failure = output.reason
+            self._forget(trajectory)
+
+    def _hear_tokens(self, output: Sampled, record: Record) -> None:
+        request = self.live[output.trajectory]
+        assert (output.version, output.digest) == (request.version, self.digests[request.version])
+        assert len(output.tokens) == len(output.logprobs) > 0
+        assert all(math.isfinite(number) and number <= 0 for number in output.logprobs)
+        assert (output.raw_logprobs is not None) == request.sampling.raw_logprobs
+        record.tokens += output.tokens
+        record.logprobs += output.logprobs
+        record.labels += [(output.version, output.digest)] * len(output.tokens)
+        if output.raw_logprobs is not None:
+            assert len(output.raw_logprobs) == len(output.tokens)
+            assert all(math.isfinite(number) and number <= 0 for number in output.raw_logprobs)
+            record.raw += output.raw_logprobs
+        if output.finish:
+            assert record.finish is None, f"{output} after its end"
+            record.finish = output.finish
+            self._forget(output.trajectory)
+
+
+def start(harness: Harness, *versions: Version, **settings: int) -> Drive:
+    """An engine with these versions (by default, the oldest)."""
+    drive = Drive(harness.make(**settings))
+    for version in versions or (OLD,):
+        drive.install(version, harness.weights(WEIGHTS[version]))
+    return drive
+
+
+def ask(
+    harness: Harness,
+    trajectory: TrajectoryId,
+    version: Version = OLD,
+    *,
+    length: int = PROMPT,
+    seed: int = 11,
+    **sampling: Any,
+) -> Request:
+    """A request of a few tokens, with a prompt of its own."""
+    wishes = Sampling(**{"max_tokens": TOKENS, "ignore_eos": True} | sampling)
+    prompt = harness.prompt(trajectory, length)
+    return Request(trajectory, version, prompt, wishes, seed=seed)
+
+
+def mixed(harness: Harness, *versions: Version) -> list[Request]:
+    """Requests that differ in all that may differ within a batch."""
+    wishes: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.0, "length": 2},
+        {"temperature": 0.7, "top_k": 5, "seed": 1, "max_tokens": 3},
+        {"top_p": 0.8, "raw_logprobs": True, "length": 9},
+        {"min_p": 0.1, "top_k": 9, "seed": 2**64 - 1},
+        {"temperature": 2.0, "top_p": 0.5, "length": 1},
+    ]
+    used = versions or (OLD,)
+    return [ask(harness, 20 + i, used[i % len(used)], **wish) for i, wish in enumerate(wishes)]
+
+
+def alone(harness: Harness, requests: Sequence[Request]) -> dict[TrajectoryId, Record]:
+    """What each gives with nobody beside it: one slot, one trajectory at a time."""
+    missing = [request for request in requests if request not in harness.quiet]
+    if missing:
+        drive = start(harness, *dict.fromkeys(one.version for one in missing), slots=1)
+        for request in missing:
+            drive.records.clear()
+            drive.submit(request)
+            harness.quiet[request] = drive.run()[request.trajectory]
+    return {request.trajectory: harness.quiet[request] for request in requests}
+
+
+def assert_same(harness: Harness, found: Record, quiet: Record, *, anew: bool = False) -> None:
+    """The same trajectory; `anew` where its KV was computed again, so that rounding differs."""
+    assert found.tokens == quiet.tokens
+    assert found.finish == quiet.finish
+    assert found.failure == quiet.failure
+    for ours, theirs in ((found.logprobs, quiet.logprobs), (found.raw, quiet.raw)):
+        assert ours == (
+            theirs if harness.exact and not anew else pytest.approx(theirs, abs=harness.tolerance)
+        )
+
+
+def assert_as_alone(harness: Harness, drive: Drive, requests: Sequence[Request]) -> None:
+    quiet = alone(harness, requests)
+    for request in requests:
+        assert_same(harness, drive.records[request.trajectory], quiet[request.trajectory])
+
+
+def budget(harness: Harness) -> int:
+    """KV for a few requests, and less than the context."""
+    return 10 * max(4, harness.kv_unit)

@@ -1,0 +1,103 @@
+"""The embedded engine as the contract suite and the tests here make it: small random models."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dora_rl.core.types import TrajectoryId
+from dora_rl.engines.base import Engine
+from dora_rl.engines.embedded import EmbeddedEngine, EngineSettings
+from dora_rl.models.config import ModelConfig, Rope, read_config
+from dora_rl.models.tokenizer import Tokenizer, load_tokenizer
+from dora_rl.weights.store import WeightStore
+from tests.engines.contract import Harness
+from tests.models.random_models import make_model, make_tokenizer, random_model
+
+SHAPE = {"vocab_size": 300, "max_position_embeddings": 96, "eos_token_id": 7}
+
+
+def tiny_config() -> ModelConfig:
+    """A configuration without a model."""
+    return ModelConfig(
+        family="llama",
+        vocab_size=11,
+        hidden_size=8,
+        intermediate_size=8,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=4,
+        norm_eps=1e-6,
+        context=64,
+        tied=True,
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        rope=Rope("default", 10_000.0),
+        eos_token_ids=(),
+        dtype="float32",
+    )
+
+
+class Models:
+    """Four sets of weights of one model, in a weight store; written once."""
+
+    def __init__(self, root: Path, family: str, **overrides: Any) -> None:
+        self.directory = make_model(root / "model", family, seed=0, **{**SHAPE, **overrides})
+        make_tokenizer().save(str(self.directory / "tokenizer.json"))
+        self.config: ModelConfig = read_config(self.directory)
+        tokenizer = load_tokenizer(self.directory)
+        assert tokenizer is not None
+        self.tokenizer: Tokenizer = tokenizer
+        self.store = WeightStore(root / "store")
+        self._family, self._overrides = family, {**SHAPE, **overrides}
+
+    def path(self, n: int) -> Path:
+        if n not in self.store.versions():
+            model = random_model(self._family, seed=n, **self._overrides)
+            tied = self.config.tied
+            tensors = {
+                k: v for k, v in model.state_dict().items() if not tied or "lm_head" not in k
+            }
+            self.store.publish(n, tensors)
+        return self.store.path(n)
+
+
+class EmbeddedHarness(Harness):
+    kv_unit = 4
+
+    def __init__(self, models: Models, *, deterministic: bool = True) -> None:
+        super().__init__()
+        self.models = models
+        self.vocab_size = models.config.vocab_size
+        self.context = models.config.context
+        (self.eos,) = models.config.eos_token_ids
+        self.exact = deterministic
+        self.tolerance = 0.0 if deterministic else 1e-4
+        self._deterministic = deterministic
+
+    def _make(self, *, deterministic: bool, **settings: Any) -> Engine:
+        return EmbeddedEngine(
+            self.models.config,
+            EngineSettings(
+                block_tokens=self.kv_unit,
+                deterministic=deterministic and self._deterministic,
+                **{"kv_budget_tokens": 1024, **settings},
+            ),
+            self.models.tokenizer,
+        )
+
+    def weights(self, n: int) -> Path:
+        return self.models.path(n)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self.models.tokenizer.decode(tokens)
+
+    def fail(self, engine: Engine, trajectory: TrajectoryId) -> None:
+        """Poison the KV of one trajectory: its next logits are no numbers."""
+        assert isinstance(engine, EmbeddedEngine)
+        sequence = engine._sequence(trajectory)
+        engine._pool.values_LNKTD[:, sequence.kv.blocks[0]] = torch.nan

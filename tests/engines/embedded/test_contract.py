@@ -1,0 +1,29 @@
+"""The embedded engine keeps the contract: bit for bit in the deterministic mode."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engines.contract import EngineContract, FailureContract, Harness, StopStringContract
+from tests.engines.embedded.harness import EmbeddedHarness, Models
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    root: Path = tmp_path_factory.mktemp("models")
+    return Models(root, "qwen3")
+
+
+class TestDeterministic(EngineContract, StopStringContract, FailureContract):
+    @pytest.fixture
+    def harness(self, models: Models) -> Iterator[Harness]:
+        with EmbeddedHarness(models) as made:
+            yield made
+
+
+class TestNormal(EngineContract, StopStringContract, FailureContract):
+    @pytest.fixture
+    def harness(self, models: Models) -> Iterator[Harness]:
+        with EmbeddedHarness(models, deterministic=False) as made:
+            yield made
