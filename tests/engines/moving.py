@@ -83,9 +83,9 @@ class ParkingTests:
         drive.submit(ask(harness, 1))
         drive.run()
         for trajectory in (1, 2):
-            with pytest.raises(UnknownTrajectory, match=str(trajectory)):
+            with pytest.raises(UnknownTrajectory, match=rf"\b{trajectory}\b"):
                 drive.engine.park(trajectory)
-            with pytest.raises(UnknownTrajectory, match=str(trajectory)):
+            with pytest.raises(UnknownTrajectory, match=rf"\b{trajectory}\b"):
                 drive.engine.export_trajectory(trajectory)
 
     def test_idle_means_that_nothing_can_run(self, harness: Harness) -> None:
@@ -269,7 +269,7 @@ class MoveTests:
         drive.submit(request)
         drive.until(1, 3)
         data = drive.export(1)
-        with pytest.raises((ImportRefused, RequestRefused), match="1"):
+        with pytest.raises((ImportRefused, RequestRefused), match=r"\b1\b"):
             drive.engine.import_trajectory(data)
         drive.check()
         drive.cancel(1)
@@ -284,7 +284,7 @@ class MoveTests:
         source.step(2)
         target.submit(other)
         target.step(2)
-        with pytest.raises((ImportRefused, RequestRefused), match="1"):
+        with pytest.raises((ImportRefused, RequestRefused), match=r"\b1\b"):
             target.engine.import_trajectory(source.export(1))
         target.run()
         assert_as_alone(harness, target, [other])
@@ -302,7 +302,7 @@ class MoveTests:
         request = ask(harness, 1)
         source.submit(request)
         source.until(1, 3)
-        with pytest.raises(ImportRefused, match=str(OLD)):
+        with pytest.raises(ImportRefused, match=rf"\b{OLD}\b"):
             target.engine.import_trajectory(source.export(1))
         target.check()
         source.resume(1)
@@ -331,7 +331,7 @@ class MoveTests:
         target = start(harness, kv_budget_tokens=budget(harness))
         source.submit(request)
         source.until(1, 2)
-        with pytest.raises((ImportRefused, RequestRefused), match=str(budget(harness))):
+        with pytest.raises((ImportRefused, RequestRefused), match=rf"\b{budget(harness)}\b"):
             target.engine.import_trajectory(source.export(1))
         target.check()
         source.resume(1)
@@ -378,7 +378,7 @@ class CarryTests:
         drive = start(harness)
         drive.submit(request)
         drive.until(1, 2)
-        with pytest.raises(VersionRefused, match=str(MID)):
+        with pytest.raises(VersionRefused, match=rf"\b{MID}\b"):
             drive.engine.carry(OLD, MID)
         drive.run()
         assert_as_alone(harness, drive, [request])

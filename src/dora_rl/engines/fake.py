@@ -177,8 +177,7 @@ class FakeEngine(base.Engine):
                 sampling=live.request.sampling,
                 kv_dtype="uint8",
                 kv_shape=(live.held, _CELL),
-                kv_crc32=wire.checksum(live.kv),
-                kv=live.kv,
+                kv=(live.kv,),
             )
         )
 
@@ -192,14 +191,14 @@ class FakeEngine(base.Engine):
             raise ImportRefused(f"{name} cannot go on here: {error}") from None
         if (export.model, export.digest) != (model, digest):
             raise ImportRefused(
-                f"{name} is of `{export.model}` with the digest `{export.digest}`, and here are "
-                f"`{model}` and `{digest}`. Move it to where both are the same."
+                f"{name} is of `{export.model}`, `{export.digest}`, and version {export.version} "
+                f"here is `{model}`, `{digest}`. Move it to an engine with the same."
             )
-        tokens = (*export.prompt, *export.generated)[: len(export.kv) // _CELL]
-        kv = read_tokens(digest, tokens)
-        if (export.kv_shape, export.kv) != ((len(tokens), _CELL), kv):
+        kv = b"".join(export.kv)
+        tokens = (*export.prompt, *export.generated)[: len(kv) // _CELL]
+        if (export.kv_shape, kv) != ((len(tokens), _CELL), read_tokens(digest, tokens)):
             raise ImportRefused(f"the KV of {name} is not that of its tokens. Export it again.")
-        self._live[export.trajectory] = _Live(export.request(), export.version, export.kv)
+        self._live[export.trajectory] = _Live(export.request(), export.version, kv)
         return export.trajectory
 
     def carry(self, source: Version, target: Version) -> None:

@@ -8,10 +8,11 @@ import hashlib
 import struct
 
 _PACK = struct.Struct("<QQQ").pack
-_SCALE = 2.0**-53
+_SCALE = 2.0**-52
 
 
 def uniform(seed: int, trajectory: int, position: int) -> float:
     """A number in (0, 1), the same on every machine; `position` counts generated tokens."""
     block = hashlib.blake2b(_PACK(seed, trajectory, position), digest_size=8).digest()
-    return ((int.from_bytes(block, "little") >> 11) + 0.5) * _SCALE
+    # 52 bits: with one more, the largest would round up to 1.
+    return ((int.from_bytes(block, "little") >> 12) + 0.5) * _SCALE

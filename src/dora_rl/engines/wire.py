@@ -1,10 +1,11 @@
 """A running trajectory as bytes, for a move to another engine in this or another process.
 
 msgpack by a fixed schema, never pickle: decoding runs no code, and whatever does not fit the
-schema is refused. The KV is one block of plain numbers with its checksum. It knows the format
-and nothing of engines; who imports checks version, digest and shape against its own.
+schema is refused. A checksum of the whole stands before it. It knows the format and nothing of
+engines; who imports checks version, digest and shape against its own.
 """
 
+import struct
 import zlib
 
 import msgspec
@@ -14,6 +15,7 @@ from dora_rl.engines.base import Request, Sampling
 from dora_rl.engines.errors import ImportRefused
 
 FORMAT = 1
+_CRC = struct.Struct("<I")
 
 
 class Export(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -30,8 +32,7 @@ class Export(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     sampling: Sampling
     kv_dtype: str
     kv_shape: tuple[int, ...]
-    kv_crc32: int
-    kv: bytes
+    kv: tuple[bytes, ...]  # in parts, since msgpack ends at 4 GiB
 
     def request(self) -> Request:
         """The trajectory as a request that goes on after what it has."""
@@ -45,30 +46,34 @@ class Export(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         )
 
 
-def checksum(kv: bytes | memoryview) -> int:
-    return zlib.crc32(kv)
-
-
 def encode(export: Export) -> bytes:
-    return msgspec.msgpack.encode(export)
+    return seal(msgspec.msgpack.encode(export))
+
+
+def seal(message: bytes) -> bytes:
+    """The message behind its checksum."""
+    return _CRC.pack(zlib.crc32(message)) + message
 
 
 def decode(data: bytes) -> Export:
     """The exported trajectory, or a refusal that says what is wrong with the bytes."""
+    message = memoryview(data)[_CRC.size :]
+    if len(data) < _CRC.size or zlib.crc32(message) != _CRC.unpack_from(data)[0]:
+        raise _refusal(data, "their checksum is wrong")
     try:
-        export = msgspec.msgpack.decode(data, type=Export)
+        export = msgspec.msgpack.decode(message, type=Export)
         export.request()
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise ImportRefused(
-            f"these {len(data)} bytes are not an exported trajectory: {error}. Export it again."
-        ) from None
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise _refusal(data, str(error)) from None
     if export.format != FORMAT:
         raise ImportRefused(
             f"an exported trajectory of format {export.format}: this engine reads {FORMAT}. "
             "Run the same version of dora-rl on both sides."
         )
-    if checksum(export.kv) != export.kv_crc32:
-        raise ImportRefused(
-            f"the KV of trajectory {export.trajectory} was damaged on its way. Export it again."
-        )
     return export
+
+
+def _refusal(data: bytes, why: str) -> ImportRefused:
+    return ImportRefused(
+        f"these {len(data)} bytes are not an exported trajectory: {why}. Export it again."
+    )

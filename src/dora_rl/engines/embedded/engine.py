@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from dora_rl.core.types import TrajectoryId, Version
@@ -155,7 +156,6 @@ class EmbeddedEngine:
         sequence = self._sequence(trajectory)
         self._scheduler.park(sequence, ParkReason.ASKED)
         kv = self._scheduler.kv_of(sequence)
-        kv_bytes = kv.contiguous().flatten().view(torch.uint8).numpy().tobytes()
         request = sequence.request
         return wire.encode(
             wire.Export(
@@ -169,8 +169,7 @@ class EmbeddedEngine:
                 sampling=request.sampling,
                 kv_dtype=self.settings.kv_dtype,
                 kv_shape=tuple(kv.shape),
-                kv_crc32=wire.checksum(kv_bytes),
-                kv=kv_bytes,
+                kv=tuple(_bytes_of(layer).tobytes() for layer in kv.contiguous()),
             )
         )
 
@@ -412,22 +411,20 @@ class EmbeddedEngine:
             and 0 <= cached <= expected[2]
             and export.kv_shape == (*expected[:2], cached, *expected[3:])
         )
-        dtype = getattr(torch, export.kv_dtype, None) if fits else None
-        if dtype is None or len(export.kv) != _numel(export.kv_shape) * dtype.itemsize:
+        kv = torch.empty(0)
+        if fits:
+            kv = torch.empty(export.kv_shape, dtype=getattr(torch, export.kv_dtype))
+        if not fits or [len(part) for part in export.kv] != [layer.nbytes for layer in kv]:
             raise ImportRefused(
                 f"the KV of trajectory {export.trajectory} is `{export.model}` of shape "
                 f"{export.kv_shape}: here it must be `{self._kv_kind}` of {expected}. "
                 "Move it to an instance of the same model."
             )
-        kv = torch.empty(export.kv_shape, dtype=dtype)
-        if export.kv:
-            flat = torch.frombuffer(bytearray(export.kv), dtype=dtype)
-            kv = flat.view(export.kv_shape)
+        for layer, part in zip(kv, export.kv, strict=True):
+            _bytes_of(layer)[:] = np.frombuffer(part, np.uint8)
         return kv.to(self._pool.keys_LNKDT.dtype)
 
 
-def _numel(shape: Iterable[int]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
+def _bytes_of(tensor: torch.Tensor) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
+    """The memory of a contiguous tensor, as bytes."""
+    return tensor.flatten().view(torch.uint8).numpy()
