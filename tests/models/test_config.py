@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -311,6 +313,11 @@ def test_any_json_is_read_or_refused(keys: dict[str, Any], rope: dict[str, Any])
         str(error).encode()  # a message that cannot be printed would hide itself
     else:
         assert config.head_dim % 2 == 0 and config.num_heads % config.num_kv_heads == 0
+
+
+def test_a_configuration_is_read_without_torch() -> None:
+    code = "import sys, dora_rl.models.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_the_helper_makes_what_it_says(tmp_path: Path) -> None:

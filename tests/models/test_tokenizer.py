@@ -60,6 +60,13 @@ TEXTS = [TEXT[:20], " fox", "🦊", "🐕‍🦺", "狐狸", "naïve", "</answer
 LOCAL = ["byte-level", "sentencepiece", "bytes", "spaces"]
 
 
+def ids_of(*tokens: str) -> list[int]:
+    """Their ids, in a tokenizer made of `pieces`."""
+    ids = [KINDS["sentencepiece"].token_to_id(token) for token in tokens]
+    assert None not in ids
+    return ids
+
+
 def first_stop(stops: list[str], tokens: list[int], inner: tokenizers.Tokenizer) -> int | None:
     """The definition: how many tokens there are when a stop string stands in their text."""
     for count in range(1, len(tokens) + 1):
@@ -74,6 +81,8 @@ def tokens_and_stops(draw: st.DrawFn, kind: str) -> tuple[list[int], list[str]]:
     """Tokens, of few kinds or of real text, and stop strings that seem to be in it."""
     inner = KINDS[kind]
     token = st.integers(0, inner.get_vocab_size())  # a model may have more than the tokenizer
+    last = inner.get_vocab_size() - 1
+    token |= st.integers(last + 1 - len(SOME_BYTES), last)  # single bytes, but for byte-level
     few = draw(st.lists(token, min_size=1, max_size=5))
     run = st.lists(st.sampled_from(few), min_size=1, max_size=12)
     if kind == "byte-level":
@@ -89,7 +98,7 @@ def tokens_and_stops(draw: st.DrawFn, kind: str) -> tuple[list[int], list[str]]:
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
-@settings(max_examples=250)
+@settings(max_examples=200)
 @given(st.data())
 def test_a_stop_string_is_found_when_it_is_complete(kind: str, data: st.DataObject) -> None:
     tokens, stops = data.draw(tokens_and_stops(kind))
@@ -107,6 +116,16 @@ def test_an_emoji_of_several_tokens_is_found_with_its_last() -> None:
     assert len(tokens) == 5
     finder = StopStrings(["🦊"], Tokenizer(inner))
     assert [finder.completed(tokens[:count]) for count in range(6)] == [False] * 5 + [True]
+
+
+def test_one_bad_byte_spoils_its_run_alone() -> None:
+    """SentencePiece decodes bytes by the run: all of it, or nothing."""
+    inner = KINDS["sentencepiece"]
+    assert inner.decode(ids_of("<0xFF>", "<0x41>", "<0x41>", "a", "<0x41>")) == "���aA"
+    finder = StopStrings(["A"], Tokenizer(inner))
+    tokens = ids_of("<0xFF>", "<0x41>", "<0x41>", "<0x41>", "a")
+    assert not any(finder.completed(tokens[:count]) for count in range(6))
+    assert finder.completed([*tokens, *ids_of("<0x41>")])
 
 
 @pytest.mark.parametrize("kind", LOCAL)

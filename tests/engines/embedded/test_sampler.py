@@ -416,6 +416,17 @@ def test_filters_of_a_large_vocabulary_are_exact(dtype: torch.dtype, flat: bool)
             assert ends[token] - expected[token] - 1e-6 <= number <= ends[token] + 1e-6
 
 
+@pytest.mark.parametrize("vocabulary", [20000, 40000])
+def test_zeros_of_both_signs_are_equal(vocabulary: int) -> None:
+    logits = torch.zeros(vocabulary)
+    logits[::3] = -0.0
+    logits[7::100] = -1.0
+    draw = draw_each(logits, Sampling(top_k=vocabulary // 2), [0.001, 0.3, LAST])
+    zeros = (logits == 0).nonzero().squeeze(1)
+    half = vocabulary // 2
+    assert draw.tokens == [int(zeros[int(part * half)]) for part in (0.001, 0.3, LAST)]
+
+
 @pytest.mark.parametrize("vocabulary", [97, 700])
 def test_raw_logprobs_are_those_of_the_plain_distribution(vocabulary: int) -> None:
     logits = normal(18, vocabulary)
