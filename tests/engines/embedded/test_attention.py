@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dora_rl.engines.embedded import attention
 from dora_rl.engines.embedded.attention import BlockAttention, ExactAttention, Reading, causal
 
 SCALE = 0.37
@@ -82,13 +84,29 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@given(cases())
-def test_over_blocks(case: Case) -> None:
-    attend = BlockAttention(
-        case.regions(), len(case.reads_R), case.block_tokens, case.keys.shape[1]
-    )
-    out = attend(case.q, case.keys, case.values, SCALE)
-    torch.testing.assert_close(out.double(), case.plain(), rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("room", [10_000, -10_000])  # rows side by side, or block by block
+def test_over_blocks(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_ROOM", room)
+
+    @given(cases())
+    def check(case: Case) -> None:
+        attend = BlockAttention(
+            case.regions(), len(case.reads_R), case.block_tokens, case.keys.shape[1]
+        )
+        out = attend(case.q, case.keys, case.values, SCALE)
+        torch.testing.assert_close(out.double(), case.plain(), rtol=1e-4, atol=1e-5)
+
+    check()
+
+
+def test_a_long_row_does_not_widen_the_others() -> None:
+    def reads(row: int, first: int, count: int) -> list[Reading]:
+        return [Reading(row, first + i, 4) for i in range(count)]
+
+    uneven = BlockAttention([reads(0, 0, 200) + reads(1, 200, 1) + reads(2, 201, 1)], 3, 4, 1)
+    even = BlockAttention([reads(0, 0, 200) + reads(1, 200, 180)], 2, 4, 1)
+    assert not uneven._side_by_side
+    assert even._side_by_side
 
 
 @given(cases())

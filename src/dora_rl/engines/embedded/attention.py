@@ -10,13 +10,17 @@ Shapes: R rows, N blocks, M readers of a block, K key/value heads, G queries to 
 width, T tokens of a block.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 _MASKED = -1e30  # finite: a block that nobody reads must not become NaN
+# exp is up to a hundred times slower where its result is denormal or zero. Beside a weight of 1,
+# which every row has, this one vanishes in fp32.
+_LOWEST = -80.0
+_ROOM = 64  # blocks that are worth no thought
 
 
 class Reading(NamedTuple):
@@ -38,7 +42,25 @@ class BlockAttention:
     ) -> None:
         self._kv_heads = kv_heads
         self._regions = [_Region(r, rows, block_tokens, kv_heads) for r in reads]
-        self._entries_RJ = _entries_of_rows(self._regions, rows)
+        entries_RJ = _entries_of_rows(self._regions, rows)
+        longest = max(map(len, entries_RJ))
+        used = sum(map(len, entries_RJ))
+        # Side by side, every row takes as much room as the longest: fewer steps, more numbers.
+        self._side_by_side = rows * longest <= 2 * used + _ROOM
+        self._padded = rows * longest > used
+        nothing = sum(region.entries for region in self._regions)
+        self._entries_RJ = torch.tensor(
+            [row + [nothing] * (longest - len(row)) for row in entries_RJ]
+        )
+        place_of = {
+            entry: row * longest + j
+            for row, own in enumerate(entries_RJ)
+            for j, entry in enumerate(own)
+        }
+        offset = 0
+        for region in self._regions:
+            region.find_places(place_of, offset)
+            offset += region.entries
 
     def __call__(
         self, q_RHD: Tensor, keys_NKDT: Tensor, values_NKTD: Tensor, scale: float
@@ -47,22 +69,52 @@ class BlockAttention:
         rows, heads, width = q_RHD.shape
         q_RKGD = q_RHD.reshape(rows, self._kv_heads, -1, width).to(keys_NKDT.dtype)
         scores = [region.scores(q_RKGD, keys_NKDT, scale) for region in self._regions]
-        top_RH = self._tops(scores)
-        out_RX: Tensor | None = None
-        total_RH: Tensor | None = None
-        for region, s in zip(self._regions, scores, strict=True):
-            weights = s.sub_(region.per_block(top_RH)).exp_()
-            out_RX = region.add_up(out_RX, region.times_values(weights, values_NKTD))
-            total_RH = region.add_up(total_RH, region.per_entry(weights.sum(-1)))
-        assert out_RX is not None and total_RH is not None
+        if self._side_by_side:
+            return self._add_up(self._softmax(scores, heads), values_NKTD)
+        weights = self._exponentials(scores)
+        total_RH = self._sum_of(r.per_entry(w.sum(-1)) for r, w in self._with_region(weights))
+        out_RX = self._add_up(weights, values_NKTD)
         return out_RX.view(rows, heads, width).div_(total_RH.unsqueeze(-1)).flatten(1)
 
-    def _tops(self, scores: Sequence[Tensor]) -> Tensor:
-        """The highest score of each row and head, over all blocks that the row reads."""
-        pairs = zip(self._regions, scores, strict=True)
-        tops = [region.per_entry(s.amax(-1)) for region, s in pairs]
-        nothing = tops[0].new_full((1, tops[0].shape[1]), _MASKED)
-        return torch.cat((*tops, nothing))[self._entries_RJ].amax(1)
+    def _softmax(self, scores: Sequence[Tensor], heads: int) -> list[Tensor]:
+        """The scores of each row side by side, in one softmax, and back to where they were."""
+        rows, blocks = self._entries_RJ.shape
+        all_EX = self._all_entries(scores, with_nothing=self._padded)
+        by_row = all_EX.index_select(0, self._entries_RJ.view(-1)).view(rows, blocks, heads, -1)
+        weights = by_row.transpose(1, 2).flatten(2).softmax(-1)
+        by_block = weights.view(rows, heads, blocks, -1).transpose(1, 2)
+        return [region.from_rows(by_block.flatten(0, 1)) for region in self._regions]
+
+    def _exponentials(self, scores: Sequence[Tensor]) -> list[Tensor]:
+        """The same but for the division, where rows are too uneven to stand side by side."""
+        tops_EH = self._all_entries([s.amax(-1) for s in scores], with_nothing=True)
+        top_RH = tops_EH[self._entries_RJ].amax(1)
+        return [
+            s.sub_(region.per_block(top_RH)).clamp_(min=_LOWEST).exp_()
+            for region, s in self._with_region(scores)
+        ]
+
+    def _add_up(self, weights: Sequence[Tensor], values_NKTD: Tensor) -> Tensor:
+        return self._sum_of(
+            region.times_values(w, values_NKTD) for region, w in self._with_region(weights)
+        )
+
+    def _sum_of(self, entries: Iterable[Tensor]) -> Tensor:
+        """Sum of the entries of each row, over all regions."""
+        first, *rest = (torch.mm(r.sum_RE, e) for r, e in zip(self._regions, entries, strict=True))
+        for more in rest:
+            first += more
+        return first
+
+    def _all_entries(self, products: Sequence[Tensor], *, with_nothing: bool) -> Tensor:
+        """The entries of all regions, and maybe one more that never wins."""
+        parts = [region.per_entry(x) for region, x in self._with_region(products)]
+        if with_nothing:
+            parts.append(parts[0].new_full((1, parts[0].shape[1]), _MASKED))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _with_region(self, products: Sequence[Tensor]) -> Iterable[tuple["_Region", Tensor]]:
+        return zip(self._regions, products, strict=True)
 
 
 class _Region:
@@ -93,12 +145,17 @@ class _Region:
         for row, entry in self.row_and_entry:
             reader[entry] = row
         self._reader_E = torch.tensor(reader)
-        self._sum_RE = torch.zeros(rows, self.entries)
-        self._sum_RE[tuple(torch.tensor(self.row_and_entry).T)] = 1.0
+        self._place_E = torch.tensor(reader)
+        self.sum_RE = torch.zeros(rows, self.entries)
+        self.sum_RE[tuple(torch.tensor(self.row_and_entry).T)] = 1.0
         empty_NT = torch.arange(block_tokens) >= torch.tensor(full).unsqueeze(1)
         mask_NT = torch.zeros(empty_NT.shape).masked_fill_(empty_NT, _MASKED)
         # Once for each of a block's heads, as the batched product wants it.
         self._mask = mask_NT.repeat_interleave(kv_heads, 0).unsqueeze(1)
+
+    def find_places(self, place_of: Mapping[int, int], offset: int) -> None:
+        """Where each entry stands when all rows stand side by side; unread ones anywhere."""
+        self._place_E = torch.tensor([place_of.get(offset + e, 0) for e in range(self.entries)])
 
     def scores(self, q_RKGD: Tensor, keys_NKDT: Tensor, scale: float) -> Tensor:
         keys = keys_NKDT[self._start : self._stop].flatten(0, 1)
@@ -111,12 +168,6 @@ class _Region:
         values = values_NKTD[self._start : self._stop].flatten(0, 1)
         return self.per_entry(torch.bmm(weights.to(values.dtype), values).float())
 
-    def add_up(self, total: Tensor | None, entries_EX: Tensor) -> Tensor:
-        """Sum of the entries of each row."""
-        if total is None:
-            return torch.mm(self._sum_RE, entries_EX)
-        return total.addmm_(self._sum_RE, entries_EX)
-
     def per_block(self, x_RH: Tensor) -> Tensor:
         """A number of each row and head, where the block's product has that row and head."""
         return self._to_blocks(x_RH.view(x_RH.shape[0], self._kv_heads, -1, 1))
@@ -127,23 +178,29 @@ class _Region:
             x = x.view(self._blocks, self._kv_heads, self._readers, -1).transpose(1, 2)
         return x.reshape(self.entries, -1)
 
+    def from_rows(self, x_PHT: Tensor) -> Tensor:
+        """The opposite of `per_entry`, from the order in which rows stand side by side."""
+        x = x_PHT.index_select(0, self._place_E)
+        if self._readers > 1:
+            x = x.view(self._blocks, self._readers, self._kv_heads, -1).transpose(1, 2)
+        return x.reshape(self._blocks * self._kv_heads, -1, x_PHT.shape[-1])
+
     def _to_blocks(self, x_RKGY: Tensor) -> Tensor:
-        x = x_RKGY[self._reader_E]
+        x = x_RKGY.index_select(0, self._reader_E)
         if self._readers > 1:
             x = x.view(self._blocks, self._readers, *x.shape[1:]).transpose(1, 2)
         return x.reshape(self._blocks * self._kv_heads, -1, x_RKGY.shape[-1])
 
 
-def _entries_of_rows(regions: Sequence[_Region], rows: int) -> Tensor:
-    """For each row the entries that it sums up, filled up with the one past the last."""
+def _entries_of_rows(regions: Sequence[_Region], rows: int) -> list[list[int]]:
+    """For each row the entries that it sums up, counted over all regions."""
     entries: list[list[int]] = [[] for _ in range(rows)]
     offset = 0
     for region in regions:
         for row, entry in region.row_and_entry:
             entries[row].append(offset + entry)
         offset += region.entries
-    longest = max(map(len, entries))
-    return torch.tensor([row + [offset] * (longest - len(row)) for row in entries])
+    return entries
 
 
 class ExactAttention:
@@ -171,21 +228,16 @@ class ExactAttention:
         total = torch.zeros_like(top)
         out = torch.zeros_like(q)
         for row, block, fill in self._rounds:
-            scores = _one_by_one(q[row], keys_NKDT[block].float())
+            scores = torch.matmul(q[row], keys_NKDT[block].float())
             empty = self._tokens >= fill[:, None, None, None]
             scores.masked_fill_(empty, _MASKED)
             higher = torch.maximum(top[row], scores.amax(-1, keepdim=True))
-            fade = (top[row] - higher).exp_()
-            weights = (scores - higher).exp_()
+            fade = (top[row] - higher).clamp_(min=_LOWEST).exp_()
+            weights = (scores - higher).clamp_(min=_LOWEST).exp_().masked_fill_(empty, 0)
             top[row] = higher
             total[row] = total[row] * fade + weights.sum(-1, keepdim=True)
-            out[row] = out[row] * fade + _one_by_one(weights, values_NKTD[block].float())
+            out[row] = out[row] * fade + torch.matmul(weights, values_NKTD[block].float())
         return (out / total).view(rows, heads * width)
-
-
-def _one_by_one(a_RKGX: Tensor, b_RKXY: Tensor) -> Tensor:
-    """Products of each row by itself, as sums along X that no batch can reorder."""
-    return torch.matmul(a_RKGX, b_RKXY)
 
 
 def causal(q_CHD: Tensor, keys_KDT: Tensor, values_KTD: Tensor, first: int, scale: float) -> Tensor:
@@ -193,8 +245,10 @@ def causal(q_CHD: Tensor, keys_KDT: Tensor, values_KTD: Tensor, first: int, scal
     rows, heads, width = q_CHD.shape
     kv_heads, _, tokens = keys_KDT.shape
     q = q_CHD.view(rows, kv_heads, -1, width).permute(1, 2, 0, 3).reshape(kv_heads, -1, width)
-    scores = torch.bmm(q.mul_(scale), keys_KDT).view(kv_heads, -1, rows, tokens)
+    scores = torch.bmm(q * scale, keys_KDT).view(kv_heads, -1, rows, tokens)
     later = torch.arange(tokens) > torch.arange(first, first + rows).unsqueeze(1)
-    weights = scores.masked_fill_(later, _MASKED).softmax(-1)
+    scores.masked_fill_(later, _MASKED)
+    scores.sub_(scores.amax(-1, keepdim=True)).clamp_(min=_LOWEST).exp_()
+    weights = scores.div_(scores.sum(-1, keepdim=True))
     out = torch.bmm(weights.view(kv_heads, -1, tokens), values_KTD)
     return out.view(kv_heads, -1, rows, width).permute(2, 0, 1, 3).reshape(rows, heads * width)
