@@ -1,13 +1,22 @@
-"""`dora-rl bench orchestrator`: what it shows, and what it refuses."""
+"""`dora-rl bench`: what it shows, what it refuses, and what it leaves behind."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
 from dora_rl import cli
+from dora_rl.benchmarks import engine, migration, versions
+from dora_rl.benchmarks.contestants import roster
 from dora_rl.benchmarks.orchestrator import DEFAULT_EVENTS, DEFAULT_INSTANCES, GOAL, measure
 from dora_rl.benchmarks.world import GROUP_SIZE, SLOTS, World, settings_for
 from dora_rl.core.invariants import check
+from tests.benchmarks import stubs
 
 TINY = ["bench", "orchestrator", "--instances", "16,4", "--events", "500"]
 
@@ -94,3 +103,190 @@ def test_progress_is_told() -> None:
     measure([4, 8], 100, told.append)
     assert told[:2] == ["warming up 4 instances", "warming up 8 instances"]
     assert all(line.startswith("measuring") for line in told[2:])
+
+
+# The benches of the embedded engine
+
+ENGINE = ["bench", "engine", "--model", "tiny", "--batches", "2,1", "--new-tokens", "3"]
+
+
+@pytest.fixture
+def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Ours and the machine are processes that answer at once; temporary files go to a folder."""
+    monkeypatch.setattr(roster, "ours", lambda *given, **more: stubs.start(tmp_path, "ours"))
+    monkeypatch.setattr(roster, "machine", lambda *given: stubs.start(tmp_path, "machine"))
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    return temporary
+
+
+def test_engine_shows_a_table_and_leaves_nothing(
+    stand_ins: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(ENGINE) == 0
+    out, err = capsys.readouterr()
+    title, _, head, one, two, *_ = out.splitlines()
+    assert title.startswith("tiny, a random Llama, bfloat16")
+    assert head.split() == ["batch", "ours", "tokens/s", "share", "ours"]
+    assert one.split()[:2] == ["1", "2.0"] and two.split()[:2] == ["2", "4.0"]
+    assert err == ""  # no terminal, no progress
+    assert list(stand_ins.iterdir()) == []
+
+
+def test_engine_as_json(stand_ins: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*ENGINE, "--dtype", "float32", "--threads", "1", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["model"]["dtype"] == "float32"
+    assert list(report["batches"]) == ["1", "2"]
+    assert report["limits"] == stubs.LIMITS
+
+
+def test_versions_as_json(stand_ins: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["bench", "versions", "--model", "tiny", "--batch", "6", "--versions", "1,3", "--json"]
+    assert cli.main(args) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["batch"] == 6
+    assert report["ratios"] == {"3/1": 1.0}
+
+
+def test_migration_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["bench", "migration", "--model", "tiny", "--tokens", "9", "--repeats", "1", "--json"]
+    assert cli.main([*args, "--threads", "1"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["tokens"].keys() == {"9"}
+    assert report["tokens"]["9"]["kv_s"] > 0
+
+
+def test_a_contestant_that_dies_is_named_and_the_code_is_1(
+    stand_ins: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    python = stand_ins.parent / "python"
+    python.write_text("#!/bin/sh\necho no such instruction >&2\nkill -ILL $$\n")
+    python.chmod(0o755)
+    monkeypatch.setenv(roster.VLLM_PYTHON, str(python))
+    assert cli.main([*ENGINE, "--against", "vllm"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == (
+        "error: vllm died of SIGILL when asked to `load`. Its last words: no such instruction\n"
+    )
+    assert list(stand_ins.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["engine", "--batches", "1,x"], "--batches must be whole numbers"),
+        (["engine", "--batches", "-1"], "--batches must be >= 1: `-1`"),
+        (["engine", "--against", "trt"], "no such contestant: `trt`. Use one of: hf, vllm."),
+        (["engine", "--model", "gpt"], "no such model: `gpt`"),
+        (["engine", "--model", "tiny", "--new-tokens", "9000"], "the context of this model is"),
+        (["engine", "--threads", "0"], "--threads must be >= 1: `0`"),
+        (["engine", "--repeats", "many"], "--repeats"),
+        (["migration", "--tokens", "1,2,c"], "--tokens must be whole numbers"),
+        (["migration", "--model", "tiny", "--tokens", "9000"], "the context of this model is"),
+        (["migration", "--dtype", "fp8"], "--dtype must be one of bfloat16, float32: `fp8`"),
+        (["versions", "--batch", "-32"], "--batch must be >= 1: `-32`"),
+        (["versions", "--versions", "2,4"], "--versions must name 1"),
+        (["versions", "--batch", "30"], "--batch must be a multiple of 4"),
+    ],
+)
+def test_bad_input_of_the_engine_benches_is_one_line_and_code_2(
+    args: list[str], message: str, stand_ins: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", *args]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert len(err.splitlines()) == 1
+    assert list(stand_ins.iterdir()) == []
+
+
+def test_the_defaults_of_the_commands_are_those_of_the_plans() -> None:
+    from dora_rl.cli.bench import command
+
+    for name, module in (("engine", engine), ("migration", migration), ("versions", versions)):
+        plan = module.Plan()
+        for option in command.commands[name].params:
+            if option.name in ("as_json", "threads", "dtype"):
+                continue
+            wanted = getattr(plan, str(option.name))
+            if isinstance(wanted, tuple):
+                wanted = ",".join(map(str, wanted))
+            assert option.default == wanted, (name, option.name)
+
+
+@pytest.mark.parametrize("name", ["orchestrator", "engine", "migration", "versions"])
+def test_every_bench_has_help_with_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", name, "--help"]) == 0
+    assert f"\n    dora-rl bench {name}" in capsys.readouterr().out
+
+
+def test_help_needs_no_torch_and_a_run_without_it_names_the_extra() -> None:
+    code = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "safetensors"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+from dora_rl import cli
+codes = [cli.main(["bench", *args]) for args in (["--help"], ["engine", "--help"])]
+for name in ("engine", "migration", "versions"):
+    codes.append(cli.main(["bench", name, "--model", "tiny"]))
+sys.exit(codes != [0, 0, 2, 2, 2])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name in ("engine", "migration", "versions"):
+        assert (
+            f"error: torch and safetensors are not installed: `dora-rl bench {name}` needs them. "
+            "Run: pip install 'dora-rl[engine]'"
+        ) in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_the_children_and_removes_the_files(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    temporary, pid = tmp_path / "temporary", tmp_path / "pid"
+    temporary.mkdir()
+    hanging = f"""
+import os, time
+
+def load():
+    with open({str(pid)!r}, "w") as file:
+        file.write(f"{{os.getpid()}} ")
+    time.sleep(60)
+"""
+    code = f"""
+import pathlib, sys
+from dora_rl import cli
+from dora_rl.benchmarks.contestants import roster
+from tests.benchmarks import stubs
+
+folder = pathlib.Path({str(tmp_path)!r})
+roster.ours = lambda *given: stubs.start(folder, "ours", {hanging!r})
+sys.exit(cli.main(["bench", "engine", "--model", "tiny"]))
+"""
+    bench = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "TMPDIR": str(temporary)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while not (pid.exists() and pid.read_text().endswith(" ")):
+        assert bench.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    assert list(temporary.iterdir()) != []
+    bench.send_signal(number)
+    _, err = bench.communicate(timeout=30)
+    assert (bench.returncode, err.strip()) == (130, "error: interrupted")
+    assert list(temporary.iterdir()) == []
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)

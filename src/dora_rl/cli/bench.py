@@ -1,13 +1,10 @@
 """`dora-rl bench`: measurements, as ratios within one run."""
 
-import json
-import sys
-
 import click
 
-from dora_rl.core.errors import UserError
+from dora_rl.cli import _benching as benching
 
-_EPILOG = """\b
+_ORCHESTRATOR = """\b
 The world is a cheap driver in virtual time whose own cost is not counted: 4 slots on each
 instance, a batch that is as large as the fleet, lognormal lengths, a report of every instance
 each 10 s. Each size is warmed up until every slot is busy and two versions are live, and then
@@ -19,13 +16,52 @@ Examples:
   dora-rl bench orchestrator --instances 64,1024 --json
 """
 
+_ENGINE = """\b
+Each contestant is a process that loads once; they are asked in turn, so that the noise of the
+machine hits all, and one computes at a time. Same prompts and lengths for all, temperature 1,
+log-probabilities on. Prefill is the time for one token of every sequence, decode what more
+tokens take beyond that. The roofline is the slower of reading the weights and the KV once a
+step, and of the operations at the peak of torch.mm, both measured in the same run.
+
+\b
+hf is generate() of transformers. vllm needs its own environment: make venv-vllm, or a Python
+that has vLLM in $DORA_RL_VLLM_PYTHON.
+
+\b
+Examples:
+  dora-rl bench engine
+  dora-rl bench engine --against hf,vllm --batches 1,8,32,64,128
+  dora-rl bench engine --model tiny --batches 8 --json
+"""
+
+_MIGRATION = """\b
+By KV: exported, sent to another process, imported, until the next token is there. Read again:
+its tokens are submitted there, until the next token is there. Both go on as without the move,
+but for rounding: the table counts the moves after which a token differed. In bfloat16 rounding
+depends on how many rows are computed at once, so some do; with --dtype float32 hardly one.
+
+\b
+Examples:
+  dora-rl bench migration
+  dora-rl bench migration --model tiny --tokens 100,1000 --json
+"""
+
+_VERSIONS = """\b
+One engine holds all versions, each with other weights. The rows of the batch are split evenly.
+
+\b
+Examples:
+  dora-rl bench versions
+  dora-rl bench versions --model tiny --batch 64 --versions 1,4,8 --json
+"""
+
 
 @click.group()
 def command() -> None:
-    """Measure the orchestrator."""
+    """Measure the orchestrator and the embedded engine."""
 
 
-@command.command(epilog=_EPILOG)
+@command.command(epilog=_ORCHESTRATOR)
 @click.option(
     "--instances",
     default="64,512,4096,8192",
@@ -40,7 +76,7 @@ def command() -> None:
     show_default=True,
     help="Events to measure at each size, at least.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Write the measurements as JSON.")
+@benching.as_json
 def orchestrator(instances: str, events: int, as_json: bool) -> None:
     """Events per second of the deciding core alone, on fleets of several sizes.
 
@@ -49,27 +85,129 @@ def orchestrator(instances: str, events: int, as_json: bool) -> None:
     """
     from dora_rl.benchmarks.orchestrator import check_sizes, measure
 
-    sizes = check_sizes(_numbers(instances))
-    shown = sys.stderr.isatty()
-
-    def progress(line: str) -> None:
-        if shown:
-            click.echo(f"\r\x1b[K{line}", err=True, nl=False)
-
-    result = measure(sizes, events, progress)
-    if shown:
-        click.echo("\r\x1b[K", err=True, nl=False)
-    if as_json:
-        click.echo(json.dumps(result.to_json(), indent=2))
-    else:
-        for line in result.summary():
-            click.echo(line)
+    sizes = check_sizes(benching.numbers("--instances", instances, "64,512"))
+    with benching.progress() as progress:
+        result = measure(sizes, events, progress)
+    benching.show(result, as_json)
 
 
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise UserError(
-            f"--instances must be whole numbers, separated by commas: `{text}`. Use 64,512."
-        ) from None
+@command.command(epilog=_ENGINE)
+@click.option(
+    "--against",
+    default="",
+    metavar="hf,vllm",
+    help="Other engines to measure in the same run.  [default: none]",
+)
+@click.option(
+    "--batches",
+    default="1,8,32,64,128",
+    show_default=True,
+    metavar="N,N,…",
+    help="Batch sizes to measure.",
+)
+@benching.lengths
+@benching.of_an_engine(repeats=3)
+def engine(
+    against: str,
+    batches: str,
+    prompt_tokens: int,
+    new_tokens: int,
+    model: str,
+    repeats: int,
+    threads: int | None,
+    dtype: str | None,
+    as_json: bool,
+) -> None:
+    """Tokens per second of the embedded engine, against others and the machine's limits."""
+    from dora_rl.benchmarks.contestants.arena import default_threads
+    from dora_rl.benchmarks.engine import Plan, measure
+
+    plan = Plan(
+        model=model,
+        against=benching.names(against),
+        batches=benching.numbers("--batches", batches, "1,8,32"),
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        repeats=repeats,
+        threads=default_threads() if threads is None else threads,
+        dtype=dtype,
+    )
+    with benching.children(), benching.progress() as progress:
+        result = measure(plan, progress)
+    benching.show(result, as_json)
+
+
+@command.command(epilog=_MIGRATION)
+@click.option(
+    "--tokens",
+    default="500,1000,2000,4000",
+    show_default=True,
+    metavar="N,N,…",
+    help="Tokens that the trajectory has in the KV when it moves.",
+)
+@benching.of_an_engine(repeats=5)
+def migration(
+    tokens: str,
+    model: str,
+    repeats: int,
+    threads: int | None,
+    dtype: str | None,
+    as_json: bool,
+) -> None:
+    """Time to move a running trajectory: by its KV, and by reading its tokens again."""
+    from dora_rl.benchmarks.contestants.arena import default_threads
+    from dora_rl.benchmarks.migration import Plan, measure
+
+    plan = Plan(
+        model=model,
+        tokens=benching.numbers("--tokens", tokens, "500,1000"),
+        repeats=repeats,
+        threads=default_threads() if threads is None else threads,
+        dtype=dtype,
+    )
+    with benching.children(), benching.progress() as progress:
+        result = measure(plan, progress)
+    benching.show(result, as_json)
+
+
+@command.command(epilog=_VERSIONS)
+@click.option(
+    "--batch", type=int, default=32, show_default=True, help="Rows of the batch, in all versions."
+)
+@click.option(
+    "--versions",
+    default="1,2,4",
+    show_default=True,
+    metavar="N,N,…",
+    help="Numbers of live versions to measure; 1 must be among them.",
+)
+@benching.lengths
+@benching.of_an_engine(repeats=5)
+def versions(
+    batch: int,
+    versions: str,
+    prompt_tokens: int,
+    new_tokens: int,
+    model: str,
+    repeats: int,
+    threads: int | None,
+    dtype: str | None,
+    as_json: bool,
+) -> None:
+    """Tokens per second of one engine that holds several versions at once."""
+    from dora_rl.benchmarks.contestants.arena import default_threads
+    from dora_rl.benchmarks.versions import Plan, measure
+
+    plan = Plan(
+        model=model,
+        batch=batch,
+        versions=benching.numbers("--versions", versions, "1,2,4"),
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        repeats=repeats,
+        threads=default_threads() if threads is None else threads,
+        dtype=dtype,
+    )
+    with benching.children(), benching.progress() as progress:
+        result = measure(plan, progress)
+    benching.show(result, as_json)

@@ -1,0 +1,158 @@
+"""Who takes part, and how each is started: interpreter, file, environment, settings."""
+
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import dora_rl
+from dora_rl import extras
+from dora_rl.benchmarks.contestants.process import Start
+from dora_rl.benchmarks.limits import DTYPE_BYTES
+from dora_rl.benchmarks.models import Model
+from dora_rl.core.errors import UserError
+
+OURS = "ours"
+OTHERS = ("hf", "vllm")
+MACHINE = "machine"
+VLLM_PYTHON = "DORA_RL_VLLM_PYTHON"
+_HERE = Path(__file__).parent
+_OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TQDM_DISABLE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+_GB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What every contestant must be able to hold."""
+
+    batch: int  # the largest
+    prompt_tokens: int
+    new_tokens: int
+    threads: int
+
+
+def check_others(names: Sequence[str]) -> None:
+    """Refuse whoever is not known or cannot run here; torch and vLLM are not imported for it."""
+    for name in names:
+        if name not in OTHERS:
+            raise UserError(f"no such contestant: `{name}`. Use one of: {', '.join(OTHERS)}.")
+    if len(set(names)) < len(names):
+        raise UserError(f"a contestant is given twice: `{','.join(names)}`. Name each once.")
+    if "hf" in names and importlib.util.find_spec("transformers") is None:
+        extras.require("dora-rl bench engine --against hf", "smollm2")
+    if "vllm" in names:
+        vllm_python()
+
+
+def vllm_python() -> Path:
+    """The interpreter of the environment that has vLLM."""
+    if named := os.environ.get(VLLM_PYTHON):
+        if not os.access(named, os.X_OK) or not Path(named).is_file():
+            raise UserError(
+                f"{VLLM_PYTHON} is not a program: `{named}`. Name the Python that has vLLM, or "
+                "unset it and run: make venv-vllm"
+            )
+        return Path(named)
+    # Beside the sources, or beside the environment that this runs in.
+    for root in (Path(dora_rl.__file__).parents[2], Path(sys.prefix).parent):
+        python = root / ".venv-vllm" / "bin" / "python"
+        if os.access(python, os.X_OK):
+            return python
+    raise UserError(
+        "vLLM has an environment of its own, .venv-vllm, and it is not there. Run: make venv-vllm "
+        f"(or set {VLLM_PYTHON} to a Python that has vLLM)."
+    )
+
+
+def ours(model: Model, shape: Shape, work: Path, versions: int | None = None) -> Start:
+    settings = {
+        "directory": str(model.directory),
+        "work": str(work),
+        "threads": shape.threads,
+        "slots": shape.batch,
+        "prompt_tokens": shape.prompt_tokens,
+        "new_tokens": shape.new_tokens,
+        "versions": versions,
+    }
+    return _of_this_python(OURS, shape.threads, settings)
+
+
+def machine(threads: int) -> Start:
+    return _of_this_python(MACHINE, threads, {"threads": threads})
+
+
+def mover(name: str, model: Model, work: Path, threads: int, tokens: int, fd: int) -> Start:
+    """One side of a migration; `fd` is a socket to the other side."""
+    settings = {
+        "directory": str(model.directory),
+        "weights": str(work / "weights"),
+        "threads": threads,
+        "tokens": tokens,
+        "fd": fd,
+    }
+    return Start(
+        name,
+        [sys.executable, "-P"],
+        _HERE / "mover.py",
+        settings,
+        _threads(threads),
+        pass_fds=(fd,),
+    )
+
+
+def other(name: str, model: Model, shape: Shape) -> Start:
+    """One of `OTHERS`."""
+    settings: dict[str, Any] = {"directory": str(model.directory), "dtype": model.config.dtype}
+    if name == "hf":
+        settings["threads"] = shape.threads
+        return _of_this_python(name, shape.threads, settings)
+    settings |= {"slots": shape.batch, "context": shape.prompt_tokens + shape.new_tokens}
+    python = vllm_python()
+    env = {
+        **_threads(shape.threads),
+        **_OFFLINE,
+        **_intel_openmp(python),
+        "VLLM_CPU_KVCACHE_SPACE": str(_kv_gb(model, shape)),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # as many threads as asked for, as for the others
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    return Start(name, [str(python), "-I"], _HERE / "vllm.py", settings, env)
+
+
+def _of_this_python(name: str, threads: int, settings: dict[str, Any]) -> Start:
+    env = {**_threads(threads), **_OFFLINE}
+    return Start(name, [sys.executable, "-P"], _HERE / f"{name}.py", settings, env)
+
+
+def _threads(threads: int) -> dict[str, str]:
+    return {"OMP_NUM_THREADS": str(threads)}
+
+
+def _kv_gb(model: Model, shape: Shape) -> int:
+    """Room for every sequence, and as much again: vLLM gives it out in blocks."""
+    config = model.config
+    token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    tokens = shape.batch * (shape.prompt_tokens + shape.new_tokens)
+    return 1 + 2 * token * DTYPE_BYTES[config.dtype] * tokens // _GB
+
+
+def _intel_openmp(python: Path) -> dict[str, str]:
+    """As vLLM recommends for the best speed, and as it sets for the processes it starts itself.
+
+    Its threads spin for 5 ms after their work and then sleep.
+    """
+    library = python.parent.parent / "lib" / "libiomp5.so"
+    if not library.is_file():
+        return {}
+    preload = ":".join(filter(None, (str(library), os.environ.get("LD_PRELOAD"))))
+    return {"LD_PRELOAD": preload, "KMP_BLOCKTIME": "5", "KMP_TPAUSE": "0"}

@@ -1,0 +1,277 @@
+"""How fast the embedded engine generates, beside other engines and the machine's own limits.
+
+Every contestant is a process that loads once and is then asked in turn: for each batch size and
+repeat, ours and the others, in an order that is reversed every time. So a noisy moment hits all of
+them, and only one computes at a time.
+
+    prefill_s   time for exactly one token of every sequence of a batch, from fresh prompts
+    total_s     the same for N tokens, from other fresh prompts
+    decode      batch * (N - 1) / (total_s - prefill_s) tokens per second
+
+All sample at temperature 1 from all of the vocabulary, never stop early, and give the
+log-probability of every token. Rates are medians over the repeats.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from dora_rl.benchmarks import limits
+from dora_rl.benchmarks.contestants import arena, roster
+from dora_rl.benchmarks.contestants.process import Company, start_all
+from dora_rl.benchmarks.contestants.samples import (
+    WARM_TOKENS,
+    Samples,
+    rate,
+    ratio,
+    seconds_of,
+    table,
+    times,
+)
+from dora_rl.benchmarks.limits import Limits, Roofline
+from dora_rl.benchmarks.models import Model, check_model, open_model
+
+DEFAULT_MODEL = "smollm2"
+DEFAULT_BATCHES = (1, 8, 32, 64, 128)
+DEFAULT_PROMPT_TOKENS = 64
+DEFAULT_NEW_TOKENS = 48
+DEFAULT_REPEATS = 3
+# The least decode rate, over the batch sizes, as a multiple of the other's; and of the roofline
+# the best share that is reached.
+GOALS = {"ours/hf": 1.0, "ours/vllm": 1.0, "roofline_share": 0.5}
+_BUSY = 0.05  # of a processor: an idle contestant that uses more disturbs the others
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be measured; refuses what cannot be."""
+
+    model: str = DEFAULT_MODEL
+    against: tuple[str, ...] = ()
+    batches: tuple[int, ...] = DEFAULT_BATCHES
+    prompt_tokens: int = DEFAULT_PROMPT_TOKENS
+    new_tokens: int = DEFAULT_NEW_TOKENS
+    repeats: int = DEFAULT_REPEATS
+    threads: int = field(default_factory=arena.default_threads)
+    dtype: str | None = None  # the model's own
+
+    def __post_init__(self) -> None:
+        arena.check_numbers("--batches", self.batches, "1,8,32")
+        arena.check_number("--prompt-tokens", self.prompt_tokens)
+        arena.check_number(
+            "--new-tokens", self.new_tokens, 2, "The first one belongs to reading the prompt."
+        )
+        arena.check_number("--repeats", self.repeats)
+        arena.check_threads(self.threads)
+        arena.check_dtype(self.dtype)
+        roster.check_others(self.against)
+        check_model(self.model)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (roster.OURS, *self.against)
+
+    @property
+    def shape(self) -> roster.Shape:
+        return roster.Shape(max(self.batches), self.prompt_tokens, self.new_tokens, self.threads)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    plan: Plan
+    model: Model
+    limits: Limits
+    batches: Mapping[int, Mapping[str, Samples]]
+    about: Mapping[str, Mapping[str, Any]]
+    idle_shares: Mapping[str, float]
+    notes: Sequence[str]
+
+    def roofline(self, batch: int, dtype: str | None = None) -> Roofline:
+        """The limit of decoding; operations at the peak of the model's numbers, or of others."""
+        config = self.model.config
+        tokens = limits.mean_kv_tokens(self.plan.prompt_tokens, self.plan.new_tokens)
+        work = limits.decode_work(config, batch, tokens)
+        return limits.roofline(work, self.limits, dtype or config.dtype)
+
+    def roofline_share(self, batch: int) -> float | None:
+        return ratio(self._decode(batch, roster.OURS), self.roofline(batch).tokens_per_s)
+
+    def ratio(self, batch: int, other: str) -> float | None:
+        """Decode rate of ours, over that of another."""
+        return ratio(self._decode(batch, roster.OURS), self._decode(batch, other))
+
+    def prefill_ratio(self, batch: int, other: str) -> float | None:
+        ours, theirs = self.batches[batch][roster.OURS], self.batches[batch][other]
+        return ratio(ours.prefill_tokens_per_s, theirs.prefill_tokens_per_s)
+
+    def goals(self) -> dict[str, dict[str, Any]]:
+        measured: dict[str, float | None] = {
+            f"ours/{other}": _extreme(min, [self.ratio(batch, other) for batch in self.batches])
+            for other in self.plan.against
+        }
+        shares = [self.roofline_share(batch) for batch in self.batches]
+        measured["roofline_share"] = _extreme(max, shares)
+        return {
+            name: {
+                "wanted": GOALS[name],
+                "measured": value,
+                "met": value is not None and value >= GOALS[name],
+            }
+            for name, value in measured.items()
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        plan = self.plan
+        return {
+            "model": self.model.to_json(),
+            "threads": plan.threads,
+            "prompt_tokens": plan.prompt_tokens,
+            "new_tokens": plan.new_tokens,
+            "repeats": plan.repeats,
+            "limits": self.limits.to_json(),
+            "batches": {str(batch): self._batch_json(batch) for batch in self.batches},
+            "goals": self.goals(),
+            "contestants": {
+                name: {**about, "idle_cpu_share": self.idle_shares[name]}
+                for name, about in self.about.items()
+            },
+            "notes": self._notes(),
+        }
+
+    def summary(self) -> list[str]:
+        plan, names = self.plan, self.plan.names
+        lines = [
+            f"{self.model.title}, {self.model.config.dtype}, {plan.threads} threads, "
+            f"{plan.prompt_tokens} tokens read and {plan.new_tokens} generated, "
+            f"median of {plan.repeats}",
+        ]
+        columns = [
+            ("", ["batch"]),
+            ("decode tokens/s", names),
+            ("", [f"ours/{other}" for other in plan.against]),
+            ("roofline", ["tokens/s", "share"]),
+            ("prefill tokens/s", names),
+        ]
+        rows = [
+            [
+                str(batch),
+                *(rate(samples[name].decode_tokens_per_s) for name in names),
+                *(times(self.ratio(batch, other)) for other in plan.against),
+                rate(self.roofline(batch).tokens_per_s),
+                times(self.roofline_share(batch)),
+                *(rate(samples[name].prefill_tokens_per_s) for name in names),
+            ]
+            for batch, samples in self.batches.items()
+        ]
+        lines += table(columns, rows)
+        peaks = ", ".join(f"{v / 1e9:.0f} in {k}" for k, v in self.limits.mm_flops_per_s.items())
+        lines.append(
+            f"The machine: {self.limits.bandwidth_bytes_per_s / 1e9:.1f} GB/s read, "
+            f"GFLOP/s of torch.mm: {peaks}."
+        )
+        for name, goal in self.goals().items():
+            met = "met" if goal["met"] else "not met"
+            lines.append(f"Goal {name} >= {goal['wanted']:g}: {times(goal['measured'])}, {met}.")
+        return lines + [f"Note: {note}." for note in self._notes()]
+
+    def _decode(self, batch: int, name: str) -> float | None:
+        return self.batches[batch][name].decode_tokens_per_s
+
+    def _batch_json(self, batch: int) -> dict[str, Any]:
+        best, against = self.roofline(batch), self.plan.against
+        return {
+            **{name: samples.to_json() for name, samples in self.batches[batch].items()},
+            "roofline_tokens_per_s": best.tokens_per_s,
+            "roofline_share": self.roofline_share(batch),
+            # By the numbers that the operations are done in; the bytes are the model's.
+            "rooflines": {
+                dtype: self.roofline(batch, dtype).to_json() for dtype in self.limits.mm_flops_per_s
+            },
+            "ratios": {f"ours/{other}": self.ratio(batch, other) for other in against},
+            "prefill_ratios": {
+                f"ours/{other}": self.prefill_ratio(batch, other) for other in against
+            },
+        }
+
+    def _notes(self) -> list[str]:
+        said = [f"{name}: {note}" for name, a in self.about.items() for note in a["notes"]]
+        busy = [
+            f"{name} used {share:.0%} of a processor while another one was measured"
+            for name, share in self.idle_shares.items()
+            if share > _BUSY
+        ]
+        noisy = [
+            f"batch {batch}, {name}: {samples.lost} of {self.plan.repeats} repeats do not count: "
+            "one token took longer than all of them"
+            for batch, row in self.batches.items()
+            for name, samples in row.items()
+            if samples.lost
+        ]
+        return [note.rstrip(".") for note in (*self.notes, *said, *busy, *noisy)]
+
+
+def measure(plan: Plan, progress: arena.Progress = lambda _: None) -> Result:
+    """Start all contestants, and ask them in turn."""
+    with arena.ready("dora-rl bench engine") as (work, notes), ExitStack() as stack:
+        model = open_model(plan.model, plan.dtype, work)
+        arena.check_context(
+            model.config, plan.prompt_tokens + plan.new_tokens, "--prompt-tokens and --new-tokens"
+        )
+        starts = [
+            roster.ours(model, plan.shape, work),
+            *(roster.other(name, model, plan.shape) for name in plan.against),
+            roster.machine(plan.threads),
+        ]
+        company = Company(start_all(stack, starts, work, progress))
+        about = {name: company.ask(name, "about") for name in plan.names}
+        run = _Run(plan, model, company, progress)
+        found: Limits | None = None
+        batches = {}
+        for batch in sorted(plan.batches):
+            progress("the limits of the machine")
+            seen = Limits.from_json(company.ask(roster.MACHINE, "limits"))
+            found = seen if found is None else found.best(seen)
+            batches[batch] = run.batch(batch)
+        assert found is not None
+        return Result(plan, model, found, batches, about, company.idle_shares(), notes)
+
+
+class _Run:
+    """Who is asked for what, in which order."""
+
+    def __init__(
+        self, plan: Plan, model: Model, company: Company, progress: arena.Progress
+    ) -> None:
+        self._plan, self._model = plan, model
+        self._company, self._progress = company, progress
+
+    def batch(self, batch: int) -> dict[str, Samples]:
+        plan, names = self._plan, self._plan.names
+        taken: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in names}
+        for name in names:
+            self._progress(f"batch {batch}: {name} warms up")
+            self._ask(name, "warm", batch, min(WARM_TOKENS, plan.new_tokens))
+        for repeat in range(plan.repeats):
+            for name in names if repeat % 2 == 0 else reversed(names):
+                self._progress(f"batch {batch}, repeat {repeat + 1} of {plan.repeats}: {name}")
+                prefill_s, total_s = taken[name]
+                prefill_s.append(self._ask(name, f"{repeat}/prefill", batch, 1))
+                total_s.append(self._ask(name, f"{repeat}/total", batch, plan.new_tokens))
+        return {
+            name: Samples(batch, plan.prompt_tokens, plan.new_tokens, *taken[name])
+            for name in names
+        }
+
+    def _ask(self, name: str, what: str, batch: int, new_tokens: int) -> float:
+        """Seconds for one batch; all contestants get the same prompts for the same `what`."""
+        config, tokens = self._model.config, self._plan.prompt_tokens
+        prompts = arena.prompts(f"{batch}/{what}", config, batch, tokens)
+        done = self._company.ask(name, "generate", prompts=prompts, new_tokens=new_tokens)
+        return seconds_of(name, done, batch * new_tokens)
+
+
+def _extreme(pick: Any, values: Sequence[float | None]) -> float | None:
+    """Of values that must all be there: a goal is not met by what was not measured."""
+    there = [value for value in values if value is not None]
+    return pick(there) if len(there) == len(values) else None

@@ -1,0 +1,253 @@
+"""What moving a running trajectory costs: its KV handed over, against its tokens read again.
+
+Two engines of the same weights in two processes. For each length a trajectory runs on one of them
+and goes on on the other, once in each way, in an order that is reversed every time:
+
+    kv          export, send over a socket, import, until its next token is there
+    reprefill   its tokens are submitted, until its next token is there
+
+Then it goes on where it was, as the reference that both continuations are compared with. Noise
+depends on seed, trajectory and position alone, so only rounding can make a difference.
+"""
+
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from dora_rl.benchmarks.contestants import arena, roster
+from dora_rl.benchmarks.contestants.process import Contestant, start_all
+from dora_rl.benchmarks.contestants.samples import median
+from dora_rl.benchmarks.models import Model, check_model, open_model
+
+DEFAULT_MODEL = "smollm2"
+DEFAULT_TOKENS = (500, 1000, 2000, 4000)
+DEFAULT_REPEATS = 5
+COMPARED = 8  # tokens after the move
+_PROMPT = 64  # tokens; the rest was generated, as in a long response
+_PARTS = ("export_s", "transfer_s", "import_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be measured; refuses what cannot be."""
+
+    model: str = DEFAULT_MODEL
+    tokens: tuple[int, ...] = DEFAULT_TOKENS
+    repeats: int = DEFAULT_REPEATS
+    threads: int = field(default_factory=arena.default_threads)
+    dtype: str | None = None  # the model's own
+
+    def __post_init__(self) -> None:
+        arena.check_numbers("--tokens", self.tokens, "500,1000")
+        for tokens in self.tokens:
+            arena.check_number("--tokens", tokens, 2, "A prompt and a token after it.")
+        arena.check_number("--repeats", self.repeats)
+        arena.check_threads(self.threads)
+        arena.check_dtype(self.dtype)
+        check_model(self.model)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One trajectory, moved in both ways."""
+
+    kv_s: float
+    reprefill_s: float
+    bytes: int
+    parts_s: Mapping[str, float]  # of `kv_s`, but for the protocol
+    kv_same: bool  # went on as if it had not moved
+    reprefill_same: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """The moves of trajectories with so many tokens in the KV; figures are medians."""
+
+    tokens: int
+    moves: Sequence[Move]
+
+    @property
+    def kv_s(self) -> float:
+        return median([move.kv_s for move in self.moves]) or 0.0
+
+    @property
+    def reprefill_s(self) -> float:
+        return median([move.reprefill_s for move in self.moves]) or 0.0
+
+    @property
+    def ratio(self) -> float:
+        """How many times as long reading again takes."""
+        return self.reprefill_s / self.kv_s
+
+    @property
+    def bytes(self) -> int:
+        return self.moves[0].bytes
+
+    @property
+    def megabytes_per_s(self) -> float:
+        return self.bytes / self.kv_s / 1e6
+
+    @property
+    def mismatches(self) -> dict[str, int]:
+        """Moves after which the next tokens were others than without the move."""
+        return {
+            "kv": sum(not move.kv_same for move in self.moves),
+            "reprefill": sum(not move.reprefill_same for move in self.moves),
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        parts = {part: median([move.parts_s[part] for move in self.moves]) for part in _PARTS}
+        return {
+            "kv_s": self.kv_s,
+            "reprefill_s": self.reprefill_s,
+            "reprefill/kv": self.ratio,
+            "bytes": self.bytes,
+            "megabytes_per_s": self.megabytes_per_s,
+            "kv_parts": parts,
+            "mismatches": self.mismatches,
+            "samples": [
+                {"kv_s": move.kv_s, "reprefill_s": move.reprefill_s, **move.parts_s}
+                for move in self.moves
+            ],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    plan: Plan
+    model: Model
+    lengths: Sequence[Length]
+    notes: Sequence[str]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "model": self.model.to_json(),
+            "threads": self.plan.threads,
+            "repeats": self.plan.repeats,
+            "compared_tokens": COMPARED,
+            "tokens": {str(length.tokens): length.to_json() for length in self.lengths},
+            "notes": list(self.notes),
+        }
+
+    def summary(self) -> list[str]:
+        plan = self.plan
+        lines = [
+            f"{self.model.title}, {self.model.config.dtype}, {plan.threads} threads, "
+            f"median of {plan.repeats}",
+            f"{'tokens':>7} {'MB':>7} {'by KV ms':>9} {'MB/s':>7} {'read again ms':>13} "
+            f"{'ratio':>7} {'differ: KV':>10} {'read again':>10}",
+        ]
+        for length in self.lengths:
+            differ = length.mismatches
+            lines.append(
+                f"{length.tokens:>7,} {length.bytes / 1e6:>7.1f} {length.kv_s * 1e3:>9.1f} "
+                f"{length.megabytes_per_s:>7,.0f} {length.reprefill_s * 1e3:>13.1f} "
+                f"{length.ratio:>7.2f} {differ['kv']:>10} {differ['reprefill']:>10}"
+            )
+        lines.append(
+            f"Differ: moves, of {plan.repeats}, after which one of the next {COMPARED} tokens was "
+            "another than without the move."
+        )
+        return lines + [f"Note: {note}" for note in self.notes]
+
+
+def measure(plan: Plan, progress: arena.Progress = lambda _: None) -> Result:
+    """Start both engines, and move trajectories from one to the other."""
+    with arena.ready("dora-rl bench migration") as (work, notes), ExitStack() as stack:
+        model = open_model(plan.model, plan.dtype, work)
+        longest = max(plan.tokens) + 1 + COMPARED
+        arena.check_context(model.config, longest, "--tokens and what follows")
+        ends = [stack.enter_context(end) for end in socket.socketpair()]
+        starts = [
+            roster.mover(name, model, work, plan.threads, longest, end.fileno())
+            for name, end in zip(("source", "target"), ends, strict=True)
+        ]
+        source, target = start_all(stack, starts, work, progress)
+        for end in ends:
+            end.close()  # else a side that dies would not be missed by the other
+        run = _Run(plan, model, source, target, progress)
+        return Result(plan, model, [run.length(tokens) for tokens in sorted(plan.tokens)], notes)
+
+
+class _Run:
+    """The moves, one after the other: only one side computes at a time."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: Model,
+        source: Contestant,
+        target: Contestant,
+        progress: arena.Progress,
+    ) -> None:
+        self._plan, self._model, self._progress = plan, model, progress
+        self._source, self._target = source, target
+        self._moves = 0
+
+    def length(self, tokens: int) -> Length:
+        plan = self._plan
+        self._progress(f"{tokens} tokens: warming up")
+        self._move(tokens)
+        moves = []
+        for repeat in range(plan.repeats):
+            self._progress(f"{tokens} tokens: move {repeat + 1} of {plan.repeats}")
+            moves.append(self._move(tokens))
+        return Length(tokens, moves)
+
+    def _move(self, tokens: int) -> Move:
+        self._moves += 1
+        name = self._moves
+        ((*known,),) = arena.prompts(f"move/{name}", self._model.config, 1, tokens)
+        head = min(_PROMPT, tokens - 1)
+        prompt, prefix = known[:head], known[head:]
+        first = self._source.ask(
+            "begin", trajectory=name, prompt=prompt, prefix=prefix, more=COMPARED
+        )
+        prefix = [*prefix, *first]
+        ways = [self._by_kv, self._by_reprefill]
+        done = {}
+        for way in ways if name % 2 else reversed(ways):
+            for side in (self._source, self._target):
+                side.settle()
+            done[way] = way(name, prompt, prefix)
+        kv_s, kv_tokens, moved = done[self._by_kv]
+        reprefill_s, reprefill_tokens, _ = done[self._by_reprefill]
+        stayed = self._source.ask("go_on", trajectory=name, count=COMPARED)
+        return Move(
+            kv_s=kv_s,
+            reprefill_s=reprefill_s,
+            bytes=moved["bytes"],
+            parts_s={part: moved[part] for part in _PARTS},
+            kv_same=kv_tokens == stayed,
+            reprefill_same=reprefill_tokens == stayed,
+        )
+
+    def _by_kv(
+        self, name: int, prompt: list[int], prefix: list[int]
+    ) -> tuple[float, list[int], dict[str, Any]]:
+        began = time.perf_counter()
+        self._target.send("take_over")
+        self._source.send("hand_over", trajectory=name)
+        sent = self._source.receive()
+        taken = self._target.receive()
+        seconds = time.perf_counter() - began
+        return seconds, self._continued(name, taken["tokens"]), {**sent, **taken}
+
+    def _by_reprefill(
+        self, name: int, prompt: list[int], prefix: list[int]
+    ) -> tuple[float, list[int], dict[str, Any]]:
+        began = time.perf_counter()
+        tokens = self._target.ask(
+            "begin", trajectory=name, prompt=prompt, prefix=prefix, more=COMPARED - 1
+        )
+        seconds = time.perf_counter() - began
+        return seconds, self._continued(name, tokens), {}
+
+    def _continued(self, name: int, tokens: list[int]) -> list[int]:
+        """All tokens that are compared; the trajectory is then gone from the target."""
+        return tokens + list(
+            self._target.ask("go_on", trajectory=name, count=COMPARED - len(tokens))
+        )

@@ -1,0 +1,152 @@
+"""What several live versions cost: decode rates of one batch whose rows are of several versions.
+
+One engine holds all versions, with different weights. The batch size stays the same, its rows are
+split evenly. The numbers of versions take turns, in an order that is reversed every time. Times
+are defined as in `engine`.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from dora_rl.benchmarks.contestants import arena, roster
+from dora_rl.benchmarks.contestants.process import Contestant, start_all
+from dora_rl.benchmarks.contestants.samples import (
+    WARM_TOKENS,
+    Samples,
+    rate,
+    ratio,
+    seconds_of,
+    times,
+)
+from dora_rl.benchmarks.models import Model, check_model, open_model
+from dora_rl.core.errors import UserError
+
+DEFAULT_MODEL = "smollm2"
+DEFAULT_BATCH = 32
+DEFAULT_VERSIONS = (1, 2, 4)
+DEFAULT_PROMPT_TOKENS = 64
+DEFAULT_NEW_TOKENS = 48
+DEFAULT_REPEATS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be measured; refuses what cannot be."""
+
+    model: str = DEFAULT_MODEL
+    batch: int = DEFAULT_BATCH
+    versions: tuple[int, ...] = DEFAULT_VERSIONS
+    prompt_tokens: int = DEFAULT_PROMPT_TOKENS
+    new_tokens: int = DEFAULT_NEW_TOKENS
+    repeats: int = DEFAULT_REPEATS
+    threads: int = field(default_factory=arena.default_threads)
+    dtype: str | None = None  # the model's own
+
+    def __post_init__(self) -> None:
+        arena.check_number("--batch", self.batch)
+        arena.check_numbers("--versions", self.versions, "1,2,4")
+        listed = ",".join(map(str, self.versions))
+        if 1 not in self.versions:
+            raise UserError(
+                f"--versions must name 1, which the others are compared with: `{listed}`."
+            )
+        for versions in self.versions:
+            if self.batch % versions:
+                raise UserError(
+                    f"--batch must be a multiple of {versions}, as its rows are split evenly over "
+                    f"so many versions: `{self.batch}`."
+                )
+        arena.check_number("--prompt-tokens", self.prompt_tokens)
+        arena.check_number(
+            "--new-tokens", self.new_tokens, 2, "The first one belongs to reading the prompt."
+        )
+        arena.check_number("--repeats", self.repeats)
+        arena.check_threads(self.threads)
+        arena.check_dtype(self.dtype)
+        check_model(self.model)
+
+    @property
+    def shape(self) -> roster.Shape:
+        return roster.Shape(self.batch, self.prompt_tokens, self.new_tokens, self.threads)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    plan: Plan
+    model: Model
+    samples: Mapping[int, Samples]  # by the number of versions
+    notes: Sequence[str]
+
+    def ratio(self, versions: int) -> float | None:
+        """Decode rate with so many versions, over that with one."""
+        one = self.samples[1].decode_tokens_per_s
+        return ratio(self.samples[versions].decode_tokens_per_s, one)
+
+    def to_json(self) -> dict[str, Any]:
+        plan = self.plan
+        return {
+            "model": self.model.to_json(),
+            "threads": plan.threads,
+            "batch": plan.batch,
+            "prompt_tokens": plan.prompt_tokens,
+            "new_tokens": plan.new_tokens,
+            "repeats": plan.repeats,
+            "versions": {str(count): s.to_json() for count, s in self.samples.items()},
+            "ratios": {f"{count}/1": self.ratio(count) for count in self.samples if count != 1},
+            "notes": list(self.notes),
+        }
+
+    def summary(self) -> list[str]:
+        plan = self.plan
+        lines = [
+            f"{self.model.title}, {self.model.config.dtype}, {plan.threads} threads, batch "
+            f"{plan.batch}, {plan.prompt_tokens} tokens read and {plan.new_tokens} generated, "
+            f"median of {plan.repeats}",
+            f"{'versions':>8} {'rows each':>9} {'decode tokens/s':>15} {'to 1 version':>12} "
+            f"{'prefill tokens/s':>16}",
+        ]
+        for count, samples in self.samples.items():
+            lines.append(
+                f"{count:>8} {plan.batch // count:>9} {rate(samples.decode_tokens_per_s):>15} "
+                f"{times(self.ratio(count)):>12} {rate(samples.prefill_tokens_per_s):>16}"
+            )
+        return lines + [f"Note: {note}" for note in self.notes]
+
+
+def measure(plan: Plan, progress: arena.Progress = lambda _: None) -> Result:
+    """Start an engine with as many versions as the most, and let the numbers take turns."""
+    with arena.ready("dora-rl bench versions") as (work, notes), ExitStack() as stack:
+        model = open_model(plan.model, plan.dtype, work)
+        arena.check_context(
+            model.config, plan.prompt_tokens + plan.new_tokens, "--prompt-tokens and --new-tokens"
+        )
+        start = roster.ours(model, plan.shape, work, versions=max(plan.versions))
+        (ours,) = start_all(stack, [start], work, progress)
+        counts = sorted(plan.versions)
+        taken: dict[int, tuple[list[float], list[float]]] = {count: ([], []) for count in counts}
+        for count in counts:
+            progress(f"{count} versions: warming up")
+            _ask(plan, model, ours, count, "warm", min(WARM_TOKENS, plan.new_tokens))
+        for repeat in range(plan.repeats):
+            for count in counts if repeat % 2 == 0 else reversed(counts):
+                progress(f"repeat {repeat + 1} of {plan.repeats}: {count} versions")
+                prefill_s, total_s = taken[count]
+                prefill_s.append(_ask(plan, model, ours, count, f"{repeat}/prefill", 1))
+                total = _ask(plan, model, ours, count, f"{repeat}/total", plan.new_tokens)
+                total_s.append(total)
+        samples = {
+            count: Samples(plan.batch, plan.prompt_tokens, plan.new_tokens, *taken[count])
+            for count in counts
+        }
+        return Result(plan, model, samples, notes)
+
+
+def _ask(
+    plan: Plan, model: Model, ours: Contestant, versions: int, what: str, new_tokens: int
+) -> float:
+    """Seconds for one batch of fresh prompts."""
+    prompts = arena.prompts(f"{versions}/{what}", model.config, plan.batch, plan.prompt_tokens)
+    done = ours.ask("generate", prompts=prompts, new_tokens=new_tokens, versions=versions)
+    return seconds_of(ours.name, done, plan.batch * new_tokens)

@@ -1,0 +1,100 @@
+"""Several live versions in one batch: order and arithmetic with a fake, then for real."""
+
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from dora_rl.benchmarks import versions
+from dora_rl.benchmarks.versions import Plan, measure
+from dora_rl.core.errors import UserError
+
+SMALL: dict[str, Any] = {
+    "model": "tiny",
+    "batch": 4,
+    "prompt_tokens": 4,
+    "new_tokens": 3,
+    "threads": 1,
+}
+
+
+class Fake:
+    """Takes half a second a token, times the number of versions."""
+
+    name = "ours"
+
+    def __init__(self, log: list[dict[str, Any]]) -> None:
+        self._log = log
+
+    def ask(self, request: str, **given: Any) -> Any:
+        self._log.append(given)
+        tokens = len(given["prompts"]) * given["new_tokens"]
+        seconds = 0.5 * given["versions"] * given["new_tokens"]
+        return {"seconds": seconds, "tokens": tokens, "logprobs": tokens}
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    asked: list[dict[str, Any]] = []
+
+    def fakes(stack: ExitStack, starts: Any, *rest: Any) -> list[Fake]:
+        assert [start.settings["versions"] for start in starts] == [4]
+        return [Fake(asked)]
+
+    monkeypatch.setattr(versions, "start_all", fakes)
+    return asked
+
+
+def test_numbers_of_versions_take_turns(log: list[dict[str, Any]]) -> None:
+    measure(Plan(**SMALL, versions=(4, 1, 2), repeats=2))
+    asked = [(given["versions"], given["new_tokens"]) for given in log]
+    warm = [(1, 3), (2, 3), (4, 3)]
+    there = [(count, tokens) for count in (1, 2, 4) for tokens in (1, 3)]
+    back = [(count, tokens) for count in (4, 2, 1) for tokens in (1, 3)]
+    assert asked == warm + there + back
+    prompts = [tuple(prompt) for given in log for prompt in given["prompts"]]
+    assert len(set(prompts)) == len(prompts) == 4 * len(log)
+
+
+def test_ratios_by_hand(log: list[dict[str, Any]]) -> None:
+    result = measure(Plan(**SMALL, repeats=2))
+    report = result.to_json()
+    # 4 rows, 2 tokens beyond the first, each 0.5 s a version
+    rates = {count: s["decode_tokens_per_s"] for count, s in report["versions"].items()}
+    assert rates == {"1": 8.0, "2": 4.0, "4": 2.0}
+    assert report["ratios"] == {"2/1": 0.5, "4/1": 0.25}
+    assert [line.split()[:4] for line in result.summary()[2:]] == [
+        ["1", "4", "8.0", "1.00"],
+        ["2", "2", "4.0", "0.50"],
+        ["4", "1", "2.0", "0.25"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"versions": (2, 4)}, "--versions must name 1.*`2,4`"),
+        ({"versions": (1, 3)}, "--batch must be a multiple of 3.*`4`"),
+        ({"versions": (1, 0)}, "--versions must be >= 1: `0`"),
+        ({"batch": 0}, "--batch must be >= 1: `0`"),
+        ({"new_tokens": 1}, "--new-tokens must be >= 2: `1`"),
+        ({"dtype": "int4"}, "--dtype must be one of"),
+        ({"threads": -2}, "--threads must be >= 1: `-2`"),
+    ],
+)
+def test_bad_plans_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Plan(**{**SMALL, **changes})
+
+
+def test_a_sequence_must_fit_the_context() -> None:
+    with pytest.raises(UserError, match=r"8193 tokens.*`8192`"):
+        measure(Plan(**{**SMALL, "prompt_tokens": 8190}))
+
+
+def test_several_versions_for_real() -> None:
+    told: list[str] = []
+    result = measure(Plan(**SMALL, versions=(1, 2, 4), repeats=1), told.append)
+    assert list(result.samples) == [1, 2, 4]
+    assert all(min(samples.total_s) > 0 for samples in result.samples.values())
+    assert told[0] == "loading ours" and told[-1] == "repeat 1 of 1: 4 versions"
