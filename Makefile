@@ -52,8 +52,10 @@ format: $(STAMP) ## rewrite the sources as lint wants them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP) ## measure the orchestrator
+bench: $(STAMP) ## measure the orchestrator and the embedded engine
 	$(BIN)/dora-rl bench orchestrator
+	$(BIN)/dora-rl bench engine --model tiny
+	$(BIN)/dora-rl bench versions --model tiny
 
 soak: $(STAMP) ## run the fault storm: make soak SEEDS=10000
 	$(BIN)/python -m tests.soak --seeds $(SEEDS)

@@ -34,12 +34,13 @@ from dora_rl.benchmarks.models import Model, check_model, open_model
 
 DEFAULT_MODEL = "smollm2"
 DEFAULT_BATCHES = (1, 8, 32, 64, 128)
-DEFAULT_PROMPT_TOKENS = 64
-DEFAULT_NEW_TOKENS = 48
+DEFAULT_PROMPT_TOKENS = 32
+DEFAULT_NEW_TOKENS = 32
 DEFAULT_REPEATS = 3
-# The least decode rate, over the batch sizes, as a multiple of the other's; and of the roofline
-# the best share that is reached.
-GOALS = {"ours/hf": 1.0, "ours/vllm": 1.0, "roofline_share": 0.5}
+# Decode rate over that of the others, and over the roofline. vLLM must be reached at every batch
+# size, the other two hold at one.
+GOALS = {"ours/hf": 4.0, "ours/vllm": 1.0, "roofline_share": 0.5}
+GOAL_BATCH = 32  # or the largest, where that was not measured
 _BUSY = 0.05  # of a processor: an idle contestant that uses more disturbs the others
 
 
@@ -106,12 +107,13 @@ class Result:
         return ratio(ours.prefill_tokens_per_s, theirs.prefill_tokens_per_s)
 
     def goals(self) -> dict[str, dict[str, Any]]:
-        measured: dict[str, float | None] = {
-            f"ours/{other}": _extreme(min, [self.ratio(batch, other) for batch in self.batches])
-            for other in self.plan.against
-        }
-        shares = [self.roofline_share(batch) for batch in self.batches]
-        measured["roofline_share"] = _extreme(max, shares)
+        at = GOAL_BATCH if GOAL_BATCH in self.batches else max(self.batches)
+        measured: dict[str, float | None] = {"roofline_share": self.roofline_share(at)}
+        if "hf" in self.plan.against:
+            measured["ours/hf"] = self.ratio(at, "hf")
+        if "vllm" in self.plan.against:
+            ratios = [self.ratio(batch, "vllm") for batch in self.batches]
+            measured["ours/vllm"] = _least(ratios)
         return {
             name: {
                 "wanted": GOALS[name],
@@ -271,7 +273,7 @@ class _Run:
         return seconds_of(name, done, batch * new_tokens)
 
 
-def _extreme(pick: Any, values: Sequence[float | None]) -> float | None:
+def _least(values: Sequence[float | None]) -> float | None:
     """Of values that must all be there: a goal is not met by what was not measured."""
     there = [value for value in values if value is not None]
-    return pick(there) if len(there) == len(values) else None
+    return min(there) if len(there) == len(values) else None

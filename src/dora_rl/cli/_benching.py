@@ -67,12 +67,12 @@ def lengths(function: Function) -> Function:
     new = click.option(
         "--new-tokens",
         type=int,
-        default=48,
+        default=32,
         show_default=True,
         help="Tokens that each sequence generates.",
     )
     prompt = click.option(
-        "--prompt-tokens", type=int, default=64, show_default=True, help="Tokens of each prompt."
+        "--prompt-tokens", type=int, default=32, show_default=True, help="Tokens of each prompt."
     )
     return prompt(new(function))
 

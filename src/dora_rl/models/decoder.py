@@ -42,6 +42,7 @@ class Decoder:
     layers: tuple[Layer, ...]
     norm: Tensor
     head: Linear
+    versions: int = 1  # of which the rows stand in equal blocks: see `stacking`
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +111,7 @@ def forward(
 
 def logits(parts: Sequence[Part], x_RH: Tensor) -> Tensor:
     """Logits in fp32 of the rows' hidden states."""
-    return _per_part(
-        parts, x_RH, lambda d, x: d.head(F.rms_norm(x, d.norm.shape, d.norm, d.config.norm_eps))
-    )
+    return _per_part(parts, x_RH, lambda decoder, x: decoder.head(_norm(decoder, x, decoder.norm)))
 
 
 def rotary_of(cos_RE: Tensor, sin_RE: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,18 +128,31 @@ def _per_part(
     return torch.cat([function(part.decoder, x[part.start : part.stop]) for part in parts])
 
 
+def _norm(decoder: Decoder, x_RH: Tensor, weight: Tensor) -> Tensor:
+    if decoder.versions == 1:
+        return F.rms_norm(x_RH, weight.shape, weight, decoder.config.norm_eps)
+    normed = F.rms_norm(x_RH, x_RH.shape[-1:], None, decoder.config.norm_eps)
+    return normed.view(decoder.versions, -1, x_RH.shape[-1]).mul_(weight).flatten(0, 1)
+
+
 def _embed(decoder: Decoder, tokens_R: Tensor) -> Tensor:
+    if decoder.versions > 1:
+        first_V = torch.arange(decoder.versions) * decoder.config.vocab_size
+        tokens_R = (tokens_R.view(decoder.versions, -1) + first_V.unsqueeze(1)).flatten()
     return F.embedding(tokens_R, decoder.embedding).float()
 
 
 def _project(index: int, decoder: Decoder, x_RH: Tensor) -> Tensor:
     """Heads of q, k and v, side by side; q and k normed where the family does that."""
     config, layer = decoder.config, decoder.layers[index]
-    x_RH = F.rms_norm(x_RH, layer.attention_norm.shape, layer.attention_norm, config.norm_eps)
-    heads = layer.qkv(x_RH).view(x_RH.shape[0], -1, config.head_dim)
+    heads = layer.qkv(_norm(decoder, x_RH, layer.attention_norm)).view(
+        x_RH.shape[0], -1, config.head_dim
+    )
     if layer.qk_norm is not None:
         qk = heads[:, : config.num_heads + config.num_kv_heads]
-        qk.copy_(F.rms_norm(qk, (config.head_dim,), None, config.norm_eps).mul_(layer.qk_norm))
+        normed = F.rms_norm(qk, (config.head_dim,), None, config.norm_eps)
+        by_version = normed.view(decoder.versions, -1, *normed.shape[1:])
+        qk.copy_((by_version * layer.qk_norm).flatten(0, 1))
     return heads
 
 
@@ -154,6 +166,5 @@ def _add_layer(decoder: Decoder, index: int, x_RH: Tensor, attended: Tensor) -> 
     """What follows attention, added to `x_RH` in place."""
     layer = decoder.layers[index]
     x_RH += layer.out(attended)
-    normed = F.rms_norm(x_RH, layer.mlp_norm.shape, layer.mlp_norm, decoder.config.norm_eps)
-    gate, up = layer.gate_up(normed).chunk(2, -1)
+    gate, up = layer.gate_up(_norm(decoder, x_RH, layer.mlp_norm)).chunk(2, -1)
     x_RH += layer.down(F.silu(gate).mul_(up))

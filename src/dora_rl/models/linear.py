@@ -56,18 +56,18 @@ class Packed:
         self, weights_OI: Sequence[Tensor], biases_O: Sequence[Tensor] | None, narrow_rows: int
     ) -> None:
         weight_OI = _joined(weights_OI)
-        self._wide_IO = weight_OI.float().t().contiguous()
-        self._bias_O = _joined(biases_O).float() if biases_O else None
+        self.wide_IO = weight_OI.float().t().contiguous()
+        self.bias_O = _joined(biases_O).float() if biases_O else None
         self._narrow_rows = narrow_rows
         self._narrow = _onednn_order(weight_OI) if narrow_rows else None
 
     def __call__(self, x_RI: Tensor) -> Tensor:
         if self._narrow is not None and x_RI.shape[0] <= self._narrow_rows:
             out_RO = _onednn_linear(x_RI.bfloat16(), self._narrow).float()
-            return out_RO if self._bias_O is None else out_RO.add_(self._bias_O)
-        if self._bias_O is None:
-            return torch.mm(x_RI, self._wide_IO)
-        return torch.addmm(self._bias_O, x_RI, self._wide_IO)
+            return out_RO if self.bias_O is None else out_RO.add_(self.bias_O)
+        if self.bias_O is None:
+            return torch.mm(x_RI, self.wide_IO)
+        return torch.addmm(self.bias_O, x_RI, self.wide_IO)
 
 
 class Tiled:

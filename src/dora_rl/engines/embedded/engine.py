@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from dora_rl.core.types import TrajectoryId, Version
@@ -23,9 +22,11 @@ from dora_rl.engines.base import (
     Sampled,
     VersionLoad,
 )
+from dora_rl.engines.embedded import moving
 from dora_rl.engines.embedded.forwarding import Chunk, Forwarder
 from dora_rl.engines.embedded.kv import KvPool
 from dora_rl.engines.embedded.rates import Rates
+from dora_rl.engines.embedded.refusals import check_request, check_tensors
 from dora_rl.engines.embedded.sampler import Draw, SamplingPlan, sample
 from dora_rl.engines.embedded.scheduler import Scheduler
 from dora_rl.engines.embedded.sequences import Prompt, Sequence, Stage
@@ -42,9 +43,10 @@ from dora_rl.models.config import ModelConfig, read_config
 from dora_rl.models.decoder import Decoder, build
 from dora_rl.models.linear import Layout, narrow_rows_of_this_machine
 from dora_rl.models.tokenizer import StopStrings, Tokenizer, load_tokenizer
-from dora_rl.weights.errors import WeightsError
 from dora_rl.weights.loading import open_version
 
+# A version up to this size is stepped together with the others: see docs/engine.md.
+_STACKED_BYTES = 32 << 20
 _EXACT_CHUNK = 64  # prompt tokens of an exact pass: each row reads copies of its blocks
 
 
@@ -80,6 +82,7 @@ class EmbeddedEngine:
         self._scheduler = Scheduler(self._pool, self.settings.slots)
         self._forwarder = Forwarder(config, self._pool, exact=exact)
         self._live: dict[Version, _Live] = {}
+        self._small = False  # so that a step is bound by the number of operations
         self._narrow_rows: int | None = None
         self._stops: dict[TrajectoryId, StopStrings] = {}
         self._plan: tuple[list[TrajectoryId], SamplingPlan] | None = None
@@ -109,11 +112,14 @@ class EmbeddedEngine:
                 f"all {self.settings.version_slots} version slots are taken, by versions "
                 f"{sorted(self._live)}. Retire one before installing version {version}."
             )
-        self._check_tensors(directory, weights.tensors)
-        layout = self.settings.layout_for(sum(t.nbytes for t in weights.tensors.values()))
+        check_tensors(self.config, directory, weights.tensors)
+        nbytes = sum(tensor.nbytes for tensor in weights.tensors.values())
+        layout = self.settings.layout_for(nbytes)
         with torch.inference_mode():
             decoder = build(self.config, weights.tensors, layout, narrow_rows=self._narrow(layout))
         self._live[version] = _Live(decoder, weights.digest)
+        self._small = layout is Layout.PACKED and nbytes <= _STACKED_BYTES
+        self._restack()
         return weights.digest
 
     def retire(self, version: Version) -> None:
@@ -122,7 +128,8 @@ class EmbeddedEngine:
                 f"version {version} has {len(here)} trajectories here, `{here[0]}` among them. "
                 "Let them end, or move or cancel them first."
             )
-        self._live.pop(version, None)
+        if self._live.pop(version, None) is not None:
+            self._restack()
         self._rates.forget(version)
 
     def carry(self, source: Version, target: Version) -> None:
@@ -134,9 +141,16 @@ class EmbeddedEngine:
     # Trajectories
 
     def submit(self, request: Request) -> None:
-        self._check_request(request)
-        if request.sampling.stop:
-            self._stops[request.trajectory] = self._stop_strings(request)
+        self._live_version(request.version)
+        if request.trajectory in self._scheduler.sequences:
+            raise RequestRefused(
+                f"trajectory {request.trajectory} is here already. Cancel it first, or use "
+                "another id."
+            )
+        tokenizer = self._tokenizer
+        check_request(request, self.config, self._pool, has_tokenizer=tokenizer is not None)
+        if request.sampling.stop and tokenizer is not None:
+            self._stops[request.trajectory] = StopStrings(request.sampling.stop, tokenizer)
         self._scheduler.add(request)
 
     def cancel(self, trajectory: TrajectoryId) -> bool:
@@ -155,23 +169,9 @@ class EmbeddedEngine:
     def export_trajectory(self, trajectory: TrajectoryId) -> bytes:
         sequence = self._sequence(trajectory)
         self._scheduler.park(sequence, ParkReason.ASKED)
+        digest = self._live[sequence.version].digest
         kv = self._scheduler.kv_of(sequence)
-        request = sequence.request
-        return wire.encode(
-            wire.Export(
-                model=self._kv_kind,
-                trajectory=sequence.id,
-                version=sequence.version,
-                digest=self._live[sequence.version].digest,
-                prompt=request.prompt,
-                generated=tuple(sequence.generated),
-                seed=request.seed,
-                sampling=request.sampling,
-                kv_dtype=self.settings.kv_dtype,
-                kv_shape=tuple(kv.shape),
-                kv=tuple(_bytes_of(layer).tobytes() for layer in kv.contiguous()),
-            )
-        )
+        return wire.encode(moving.export(self.config, sequence, digest, kv))
 
     def import_trajectory(self, data: bytes) -> TrajectoryId:
         export = wire.decode(data)
@@ -184,7 +184,7 @@ class EmbeddedEngine:
                 f"the digest `{export.digest}`, which {here}. Move it to an instance of the "
                 "same weights."
             )
-        kv = self._kv_of_export(export)
+        kv = moving.kv_of(self.config, export, self._pool.keys_LNKDT.dtype)
         self.submit(request)
         self._scheduler.bring(self._sequence(request.trajectory), kv)
         return request.trajectory
@@ -194,7 +194,7 @@ class EmbeddedEngine:
     def step(self) -> list[Output]:
         with torch.inference_mode():
             outputs = self._scheduler.schedule()
-            decoders = {version: live.decoder for version, live in self._live.items()}
+            decoders = self._decoders()
             if chunks := self._next_chunks():
                 self._forwarder.read(decoders, chunks)
             ready = [s for s in self._scheduler.running.values() if s.ready]
@@ -230,8 +230,17 @@ class EmbeddedEngine:
         for sequence in list(self._scheduler.sequences.values()):
             self._forget(sequence)
         self._live.clear()
+        self._restack()
 
     # Inside
+
+    def _decoders(self) -> dict[Version, Decoder]:
+        return {version: live.decoder for version, live in self._live.items()}
+
+    def _restack(self) -> None:
+        several = self._small and len(self._live) > 1
+        with torch.inference_mode():
+            self._forwarder.stack(self._decoders() if several else {})
 
     def _next_chunks(self) -> list[Chunk]:
         """What is to be read in this step, the oldest first, within the chunk size."""
@@ -326,61 +335,6 @@ class EmbeddedEngine:
                 "Install it first."
             ) from None
 
-    def _check_request(self, request: Request) -> None:
-        self._live_version(request.version)
-        name = f"trajectory {request.trajectory}"
-        if request.trajectory in self._scheduler.sequences:
-            raise RequestRefused(f"{name} is here already. Cancel it first, or use another id.")
-        known = len(request.prompt) + len(request.prefix)
-        if known >= self.config.context:
-            raise RequestRefused(
-                f"the prompt of {name} has {known} tokens, prefix included: the context of this "
-                f"model is {self.config.context}, and a token must fit in after it. Shorten it."
-            )
-        for token in (*request.prompt, *request.prefix, *request.sampling.stop_token_ids):
-            if not 0 <= token < self.config.vocab_size:
-                raise RequestRefused(
-                    f"{name} has the token `{token}`: the vocabulary has "
-                    f"{self.config.vocab_size}. Is it another model's tokenizer?"
-                )
-        if request.sampling.stop and self._tokenizer is None:
-            raise RequestRefused(
-                f"{name} asks for stop strings, and this model has no tokenizer.json. "
-                "Use stop_token_ids."
-            )
-        before = len(request.prompt) - 1
-        own = min(request.sampling.max_tokens, self.config.context - before)
-        needed = self._pool.blocks_for(before) + self._pool.blocks_for(own)
-        if needed > self._pool.num_blocks:
-            size = self._pool.block_tokens
-            raise RequestRefused(
-                f"{name} may need {needed * size} tokens of KV, and the budget is "
-                f"`{self._pool.num_blocks * size}`. Raise rollout.kv_budget_tokens, or lower "
-                "max_tokens."
-            )
-
-    def _stop_strings(self, request: Request) -> StopStrings:
-        assert self._tokenizer is not None
-        return StopStrings(request.sampling.stop, self._tokenizer)
-
-    def _check_tensors(self, directory: Path, tensors: dict[str, torch.Tensor]) -> None:
-        wanted = self.config.tensors()
-        for name, shape in wanted.items():
-            if name not in tensors:
-                raise WeightsError(
-                    f"tensor `{name}` is missing from `{directory}`. Is it another model's?"
-                )
-            if tuple(tensors[name].shape) != shape:
-                raise WeightsError(
-                    f"tensor `{name}` in `{directory}` has the shape "
-                    f"`{tuple(tensors[name].shape)}`: this model has {shape}."
-                )
-        if foreign := sorted(tensors.keys() - wanted.keys()):
-            raise WeightsError(
-                f"tensor `{foreign[0]}` in `{directory}` is none of this model's. "
-                "Is it another model's?"
-            )
-
     def _narrow(self, layout: Layout) -> int:
         if layout is not Layout.PACKED:
             return 0
@@ -389,42 +343,3 @@ class EmbeddedEngine:
                 self.config.hidden_size, 2 * self.config.intermediate_size
             )
         return self._narrow_rows
-
-    @property
-    def _kv_kind(self) -> str:
-        """What KV must have in common to be read by the same attention."""
-        config = self.config
-        return f"{config.family} {config.num_layers}x{config.num_kv_heads}x{config.head_dim}"
-
-    def _kv_of_export(self, export: wire.Export) -> torch.Tensor:
-        expected = (
-            self.config.num_layers,
-            2,
-            len(export.prompt) - 1 + len(export.generated),
-            self.config.num_kv_heads,
-            self.config.head_dim,
-        )
-        cached = export.kv_shape[2] if len(export.kv_shape) == len(expected) else -1
-        fits = (
-            export.model == self._kv_kind
-            and export.kv_dtype in ("float32", "bfloat16")
-            and 0 <= cached <= expected[2]
-            and export.kv_shape == (*expected[:2], cached, *expected[3:])
-        )
-        kv = torch.empty(0)
-        if fits:
-            kv = torch.empty(export.kv_shape, dtype=getattr(torch, export.kv_dtype))
-        if not fits or [len(part) for part in export.kv] != [layer.nbytes for layer in kv]:
-            raise ImportRefused(
-                f"the KV of trajectory {export.trajectory} is `{export.model}` of shape "
-                f"{export.kv_shape}: here it must be `{self._kv_kind}` of {expected}. "
-                "Move it to an instance of the same model."
-            )
-        for layer, part in zip(kv, export.kv, strict=True):
-            _bytes_of(layer)[:] = np.frombuffer(part, np.uint8)
-        return kv.to(self._pool.keys_LNKDT.dtype)
-
-
-def _bytes_of(tensor: torch.Tensor) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
-    """The memory of a contiguous tensor, as bytes."""
-    return tensor.flatten().view(torch.uint8).numpy()

@@ -4,6 +4,7 @@ Here sequences become tensors: which token each row feeds, where its key and val
 which blocks it reads. Nothing is scheduled and nothing sampled here.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Series
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from dora_rl.engines.embedded.sequences import Prompt, Sequence
 from dora_rl.models.config import ModelConfig
 from dora_rl.models.decoder import Decoder, Part, forward, logits, rotary_of
 from dora_rl.models.rope import RopeTable
+from dora_rl.models.stacking import stack
 
 Decoders: TypeAlias = Mapping[Version, Decoder]
 # Attention over what is in the pool, the rows' own keys and values included.
@@ -50,6 +52,18 @@ class Chunk:
         return self.line.kv.tokens if isinstance(self.line, Prompt) else self.line.position
 
 
+@dataclass(frozen=True, slots=True)
+class _Stacking:
+    """Rows of several versions in equal blocks: the stacked decoder, and where each row stands."""
+
+    part: Part
+    at_R: Tensor
+
+    def spread(self, x_R: Tensor) -> Tensor:
+        """The rows where they stand, and zeros between."""
+        return x_R.new_zeros(self.part.stop, *x_R.shape[1:]).index_copy_(0, self.at_R, x_R)
+
+
 class Forwarder:
     """Runs rows through the decoders of the live versions, over one pool."""
 
@@ -59,6 +73,7 @@ class Forwarder:
         self._rope = RopeTable(config)
         self._scale = config.head_dim**-0.5
         self._exact = exact
+        self._stack: tuple[list[Version], Decoder] | None = None
 
     def read(self, decoders: Decoders, chunks: Series[Chunk]) -> None:
         """Compute the KV of these chunks."""
@@ -90,6 +105,7 @@ class Forwarder:
         `exact` no row can touch another, not even by NaN.
         """
         parts = _parts(decoders, [(sequence.version, 1) for sequence in sequences])
+        stacking = None if self._exact or exact else self._stack_for(sequences)
         own = [self._reads_of_own(row, s, 1) for row, s in enumerate(sequences)]
         prompts = [self._reads_of_prompt(row, s.prompt) for row, s in enumerate(sequences)]
         if self._exact or exact:
@@ -102,8 +118,28 @@ class Forwarder:
             [s.position for s in sequences],
             [self._place(s, s.kv.tokens) for s in sequences],
             read,
+            stacking,
         )
+        if stacking is not None:
+            return logits([stacking.part], hidden).index_select(0, stacking.at_R)
         return logits(parts, hidden)
+
+    def stack(self, decoders: Decoders) -> None:
+        """From now on step these versions in one batched product where that pays; none: never."""
+        self._stack = (list(decoders), stack(list(decoders.values()))) if decoders else None
+
+    def _stack_for(self, sequences: Series[Sequence]) -> "_Stacking | None":
+        """Where each row stands in equal blocks of rows, unless too many would be empty."""
+        if self._stack is None or sequences[0].version == sequences[-1].version:
+            return None
+        versions, decoder = self._stack
+        counts = Counter(sequence.version for sequence in sequences)
+        height = max(counts.values())
+        rows = len(versions) * height
+        if rows > 2 * len(sequences):
+            return None
+        at_R = [versions.index(v) * height + i for v, n in counts.items() for i in range(n)]
+        return _Stacking(Part(decoder, 0, rows), torch.tensor(at_R))
 
     def _run(
         self,
@@ -112,6 +148,7 @@ class Forwarder:
         positions: Series[int],
         places: Series[tuple[int, int]],
         read: Read,
+        stacking: "_Stacking | None" = None,
     ) -> Tensor:
         block_R, offset_R = torch.tensor(places).unbind(1)
         cos_RD, sin_RD = rotary_of(*self._rope.cos_sin(torch.tensor(positions)))
@@ -122,7 +159,16 @@ class Forwarder:
             values[layer][block_R, :, offset_R] = v_RKD.to(values.dtype)
             return read(layer, q_RHD)
 
-        return forward(parts, torch.tensor(tokens), cos_RD, sin_RD, attend)
+        tokens_R = torch.tensor(tokens)
+        if stacking is None:
+            return forward(parts, tokens_R, cos_RD, sin_RD, attend)
+
+        def attend_stacked(layer: int, *heads: Tensor) -> Tensor:
+            q, k, v = (x.index_select(0, stacking.at_R) for x in heads)
+            return stacking.spread(attend(layer, q, k, v))
+
+        tokens_R, cos_RD, sin_RD = map(stacking.spread, (tokens_R, cos_RD, sin_RD))
+        return forward([stacking.part], tokens_R, cos_RD, sin_RD, attend_stacked)
 
     def _read_blocks(
         self,

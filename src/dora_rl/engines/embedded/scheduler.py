@@ -32,6 +32,7 @@ class Scheduler:
         self._candidates: dict[int, Sequence] = {}  # wait for a slot, by order
         self._by_age: list[int] = []  # their orders as a heap; those that left are skipped
         self._arrivals = 0
+        self._holes = False  # blocks came back since the last look
 
     def add(self, request: Request) -> Sequence:
         """Queue a new sequence."""
@@ -204,6 +205,7 @@ class Scheduler:
         if kv.suspect:
             self.pool.wipe(kv.blocks)
         self.pool.give_back(kv.blocks)
+        self._holes |= bool(kv.blocks)
         kv.blocks.clear()
 
     def _peek(self, kv: Cached) -> Tensor:
@@ -224,6 +226,9 @@ class Scheduler:
 
     def _compact(self) -> None:
         """Close the holes that ended sequences left: attention reads over them."""
+        if not self._holes:
+            return
+        self._holes = False
         held = [sequence.kv for sequence in self.running.values()]
         held += [prompt.kv for prompt in self._prompts.values()]
         for low in (True, False):

@@ -20,7 +20,7 @@ class EngineSettings:
     version_slots: int = 4  # versions that are in memory at once
     kv_budget_tokens: int | None = None  # None: what the slots can use, within memory
     kv_dtype: str = "float32"
-    block_tokens: int = 64  # KV is given out in blocks of so many tokens
+    block_tokens: int = 32  # KV is given out in blocks of so many tokens
     prefill_chunk: int = 512  # prompt tokens read in one step, at most
     layout: Layout | None = None  # form of the weights; None: packed where memory allows
     deterministic: bool = False  # bit-exact whatever the batch; slower
