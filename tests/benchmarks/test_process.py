@@ -206,12 +206,12 @@ def test_one_that_spins_while_others_work_is_found(
         company = Company([quiet, spinner])
         company.ask("quiet", "echo")
         company.ask("spinner", "spins")
-        assert not spinner.settle()
-        company.ask("quiet", "works", seconds=0.3)
-        company.ask("spinner", "works", seconds=0.3)
+        # On a loaded machine it may get no processor for as long as a look takes.
+        assert not all(spinner.settle() for _ in range(50))
+        company.ask("quiet", "works", seconds=1)
+        company.ask("spinner", "works", seconds=1)
     shares = company.idle_shares()
-    assert shares["quiet"] < 0.05
-    assert shares["spinner"] > 0.1
+    assert shares["spinner"] > 0.1 > 2 * shares["quiet"]
 
 
 def test_each_is_loaded_in_turn_and_ended_with_the_stack(tmp_path: Path) -> None:

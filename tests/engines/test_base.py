@@ -23,16 +23,16 @@ LARGEST = 2**64 - 1
         ({"temperature": -1e-9}, "temperature must be >= 0 and finite: `-1e-09`."),
         ({"temperature": math.inf}, "temperature must be >= 0 and finite: `inf`."),
         ({"temperature": math.nan}, "temperature must be >= 0 and finite: `nan`."),
-        ({"top_k": -1}, "top_k must be >= 0: `-1`. Use 0 for no limit."),
+        ({"top_k": -1}, "top_k must be a whole number >= 0, below 2**31: `-1`. Use 0 for no limit."),
         ({"top_p": 0.0}, "top_p must be in (0, 1]: `0.0`. Use 1 for no limit."),
         ({"top_p": 1.01}, "top_p must be in (0, 1]: `1.01`."),
         ({"top_p": math.nan}, "top_p must be in (0, 1]: `nan`."),
         ({"min_p": -0.1}, "min_p must be in [0, 1]: `-0.1`. Use 0 for no limit."),
         ({"min_p": 1.1}, "min_p must be in [0, 1]: `1.1`."),
         ({"min_p": math.nan}, "min_p must be in [0, 1]: `nan`."),
-        ({"max_tokens": 0}, "max_tokens must be >= 1: `0`."),
-        ({"stop_token_ids": (3, -2)}, "stop_token_ids must be >= 0: `(3, -2)`."),
-        ({"stop": ("a", "")}, "stop must not hold an empty string: `('a', '')`."),
+        ({"max_tokens": 0}, "max_tokens must be a whole number >= 1, below 2**31: `0`."),
+        ({"stop_token_ids": (3, -2)}, "stop_token_ids must hold whole numbers from 0 up: `-2`."),
+        ({"stop": ("a", "")}, "stop must be a tuple of strings that are not empty: `('a', '')`."),
     ],
 )
 def test_sampling_out_of_range_is_refused(wish: dict[str, Any], message: str) -> None:
@@ -43,11 +43,11 @@ def test_sampling_out_of_range_is_refused(wish: dict[str, Any], message: str) ->
 
 @given(
     temperature=st.floats(0, allow_infinity=False),
-    top_k=st.integers(0),
+    top_k=st.integers(0, 2**31 - 1),
     top_p=st.floats(0, 1, exclude_min=True),
     min_p=st.floats(0, 1),
-    max_tokens=st.integers(1),
-    stop_token_ids=st.lists(st.integers(0), max_size=3).map(tuple),
+    max_tokens=st.integers(1, 2**31 - 1),
+    stop_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=3).map(tuple),
     stop=st.lists(st.text(min_size=1), max_size=3).map(tuple),
 )
 def test_sampling_in_range_is_taken_as_it_is(**wishes: Any) -> None:
@@ -83,8 +83,8 @@ def test_a_request_that_means_nothing_is_refused(change: dict[str, Any], message
 @given(
     trajectory=st.integers(0, LARGEST),
     seed=st.integers(0, LARGEST),
-    prompt=st.lists(st.integers(), min_size=1).map(tuple),
-    prefix=st.lists(st.integers(), max_size=20).map(tuple),
+    prompt=st.lists(st.integers(0, 2**31 - 1), min_size=1).map(tuple),
+    prefix=st.lists(st.integers(0, 2**31 - 1), max_size=20).map(tuple),
 )
 def test_other_requests_are_taken(
     trajectory: int, seed: int, prompt: tuple[int, ...], prefix: tuple[int, ...]
@@ -118,3 +118,45 @@ def test_every_refusal_is_an_error_of_the_user(name: str) -> None:
     assert issubclass(refusal, UserError)
     others = {errors.RequestRefused, errors.VersionRefused, errors.ImportRefused} - {refusal}
     assert not issubclass(refusal, tuple(others))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"trajectory": True},
+        {"trajectory": 1.0},
+        {"seed": 0.5},
+        {"prompt": [1, 2]},
+        {"prompt": (1, 2.0)},
+        {"prompt": (True, 2)},
+        {"prompt": "ab"},
+        {"prefix": [1]},
+        {"prompt": (-1,)},
+    ],
+    ids=str,
+)
+def test_requests_of_other_types_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(RequestRefused):
+        Request(**{"trajectory": 1, "version": 0, "prompt": (1, 2), **change})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"top_k": 2**63},
+        {"top_k": 1.5},
+        {"max_tokens": 2**31},
+        {"max_tokens": True},
+        {"temperature": "1"},
+        {"top_p": None},
+        {"stop": "ab"},
+        {"stop": ("\ud800",)},
+        {"stop": (1,)},
+        {"stop_token_ids": [3]},
+        {"stop_token_ids": (3.0,)},
+    ],
+    ids=ascii,
+)
+def test_samplings_of_other_types_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(RequestRefused):
+        Sampling(**change)

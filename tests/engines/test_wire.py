@@ -11,14 +11,14 @@ from dora_rl.engines import wire
 from dora_rl.engines.base import Sampling
 from dora_rl.engines.errors import ImportRefused
 
-tokens = st.lists(st.integers(0, 2**31), max_size=8).map(tuple)
+tokens = st.lists(st.integers(0, 2**31 - 1), max_size=8).map(tuple)
 samplings = st.builds(
     Sampling,
     temperature=st.floats(0, 1e300),
-    top_k=st.integers(0, 2**40),
+    top_k=st.integers(0, 2**31 - 1),
     top_p=st.floats(0, 1, exclude_min=True),
     min_p=st.floats(0, 1),
-    max_tokens=st.integers(9, 2**40),  # `generated` is shorter
+    max_tokens=st.integers(9, 2**31 - 1),  # `generated` is shorter
     stop_token_ids=tokens,
     stop=st.lists(st.text(min_size=1), max_size=3).map(tuple),
     ignore_eos=st.booleans(),

@@ -25,6 +25,7 @@ from dora_rl.core.types import TrajectoryId, Version
 from dora_rl.engines.errors import RequestRefused
 
 _MAX_SEED = 2**64 - 1  # a seed, like an id, enters the noise as eight bytes
+_MAX_COUNT = 2**31 - 1
 
 
 class FinishReason(StrEnum):
@@ -59,22 +60,31 @@ class Sampling:
     raw_logprobs: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p"):
+            if isinstance(getattr(self, name), bool | str | None):
+                raise RequestRefused(f"{name} must be a number: `{getattr(self, name)}`.")
         if not 0 <= self.temperature < float("inf"):
             raise RequestRefused(
                 f"temperature must be >= 0 and finite: `{self.temperature}`. Use 0 for greedy."
             )
-        if self.top_k < 0:
-            raise RequestRefused(f"top_k must be >= 0: `{self.top_k}`. Use 0 for no limit.")
+        if not _is_count(self.top_k):
+            raise RequestRefused(
+                f"top_k must be a whole number >= 0, below 2**31: `{self.top_k}`. "
+                "Use 0 for no limit."
+            )
         if not 0 < self.top_p <= 1:
             raise RequestRefused(f"top_p must be in (0, 1]: `{self.top_p}`. Use 1 for no limit.")
         if not 0 <= self.min_p <= 1:
             raise RequestRefused(f"min_p must be in [0, 1]: `{self.min_p}`. Use 0 for no limit.")
-        if self.max_tokens < 1:
-            raise RequestRefused(f"max_tokens must be >= 1: `{self.max_tokens}`.")
-        if any(token < 0 for token in self.stop_token_ids):
-            raise RequestRefused(f"stop_token_ids must be >= 0: `{self.stop_token_ids}`.")
-        if not all(self.stop):
-            raise RequestRefused(f"stop must not hold an empty string: `{self.stop}`.")
+        if not _is_count(self.max_tokens) or self.max_tokens < 1:
+            raise RequestRefused(
+                f"max_tokens must be a whole number >= 1, below 2**31: `{self.max_tokens}`."
+            )
+        _check_tokens("stop_token_ids", self.stop_token_ids)
+        if not isinstance(self.stop, tuple) or not all(map(_is_text, self.stop)):
+            raise RequestRefused(
+                f"stop must be a tuple of strings that are not empty: `{self.stop!r}`."
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +103,14 @@ class Request:
     prefix: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if not 0 <= self.trajectory <= _MAX_SEED:
+        if type(self.trajectory) is not int or not 0 <= self.trajectory <= _MAX_SEED:
             raise RequestRefused(
                 f"a trajectory id must be a whole number of 64 bits: `{self.trajectory}`."
             )
-        if not 0 <= self.seed <= _MAX_SEED:
+        if type(self.seed) is not int or not 0 <= self.seed <= _MAX_SEED:
             raise RequestRefused(f"seed must be a whole number of 64 bits: `{self.seed}`.")
+        _check_tokens("prompt", self.prompt)
+        _check_tokens("prefix", self.prefix)
         if not self.prompt:
             raise RequestRefused(
                 f"the prompt of trajectory {self.trajectory} is empty. "
@@ -108,6 +120,25 @@ class Request:
             raise RequestRefused(
                 f"the prefix of trajectory {self.trajectory} has {len(self.prefix)} tokens and "
                 f"max_tokens is {self.sampling.max_tokens}: nothing is left to generate."
+            )
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value <= _MAX_COUNT
+
+
+def _is_text(value: object) -> bool:
+    """A string that is not empty and can be written down (half a surrogate pair cannot)."""
+    return isinstance(value, str) and value.encode(errors="ignore").decode() == value != ""
+
+
+def _check_tokens(name: str, tokens: object) -> None:
+    if not isinstance(tokens, tuple):
+        raise RequestRefused(f"{name} must be a tuple of token ids: `{tokens!r}`.")
+    for token in tokens:
+        if not _is_count(token):
+            raise RequestRefused(
+                f"{name} must hold whole numbers from 0 up: `{token!r}`. Convert them with int()."
             )
 
 

@@ -64,7 +64,7 @@ def decode(data: bytes) -> Export:
         export = msgspec.msgpack.decode(message, type=Export)
         export.request()
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise _refusal(data, str(error)) from None
+        raise _refusal(data, str(error).rstrip(".")) from None
     if export.format != FORMAT:
         raise ImportRefused(
             f"an exported trajectory of format {export.format}: this engine reads {FORMAT}. "

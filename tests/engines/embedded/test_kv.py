@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dora_rl.core.errors import SettingsError
 from dora_rl.engines.embedded.kv import KvPool
 from tests.engines.embedded.harness import tiny_config
 
@@ -54,11 +55,33 @@ def test_what_is_written_is_read(tokens: int, order: list[int]) -> None:
         assert torch.equal(kv.read([order[-1], *blocks[1:]], tokens), content)
 
 
-def test_wiped_blocks_are_zero() -> None:
+def test_blocks_come_back_clean() -> None:
     kv = pool()
-    kv.write([2, 5], torch.full((kv.keys_LNKDT.shape[0], 2, 8, *_heads(kv)), torch.nan))
-    kv.wipe([2, 5])
-    assert kv.read([2, 5], 8).abs().sum() == 0
+    blocks = [kv.take_low(), kv.take_high()]
+    kv.write(blocks, torch.full((kv.keys_LNKDT.shape[0], 2, 8, *_heads(kv)), torch.nan))
+    kv.give_back(blocks)
+    assert kv.read(blocks, 8).abs().sum() == 0
+
+
+def test_fewer_tokens_than_blocks_are_read_and_written() -> None:
+    kv = pool()
+    content = torch.randn(kv.keys_LNKDT.shape[0], 2, 5, *_heads(kv))
+    kv.write([1, 3, 6, 2], content)
+    assert torch.equal(kv.read([1, 3, 6, 2], 5), content)
+    assert kv.read([4, 5], 0).shape[2] == 0
+
+
+def test_memory_does_not_grow_with_use() -> None:
+    kv = pool()
+    for _ in range(500):
+        kv.give_back([kv.take_low()])
+        kv.give_back([kv.take_high()])
+    assert max(len(kv._lowest), len(kv._highest)) <= 4 * BLOCKS
+
+
+def test_too_much_memory_is_refused() -> None:
+    with pytest.raises(SettingsError, match="no memory for `4000000000000000`"):
+        KvPool(tiny_config(), 10**15, 4, torch.float32)
 
 
 def _heads(kv: KvPool) -> tuple[int, int]:

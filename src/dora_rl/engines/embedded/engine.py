@@ -20,6 +20,7 @@ from dora_rl.engines.base import (
     ParkReason,
     Request,
     Sampled,
+    Sampling,
     VersionLoad,
 )
 from dora_rl.engines.embedded import moving
@@ -85,7 +86,7 @@ class EmbeddedEngine:
         self._small = False  # so that a step is bound by the number of operations
         self._narrow_rows: int | None = None
         self._stops: dict[TrajectoryId, StopStrings] = {}
-        self._plan: tuple[list[TrajectoryId], SamplingPlan] | None = None
+        self._plan: tuple[list[Sampling], SamplingPlan] | None = None
         self._rates = Rates()
 
     @classmethod
@@ -141,16 +142,9 @@ class EmbeddedEngine:
     # Trajectories
 
     def submit(self, request: Request) -> None:
-        self._live_version(request.version)
-        if request.trajectory in self._scheduler.sequences:
-            raise RequestRefused(
-                f"trajectory {request.trajectory} is here already. Cancel it first, or use "
-                "another id."
-            )
-        tokenizer = self._tokenizer
-        check_request(request, self.config, self._pool, has_tokenizer=tokenizer is not None)
-        if request.sampling.stop and tokenizer is not None:
-            self._stops[request.trajectory] = StopStrings(request.sampling.stop, tokenizer)
+        self._check(request)
+        if request.sampling.stop and self._tokenizer is not None:
+            self._stops[request.trajectory] = StopStrings(request.sampling.stop, self._tokenizer)
         self._scheduler.add(request)
 
     def cancel(self, trajectory: TrajectoryId) -> bool:
@@ -184,6 +178,7 @@ class EmbeddedEngine:
                 f"the digest `{export.digest}`, which {here}. Move it to an instance of the "
                 "same weights."
             )
+        self._check(request)
         kv = moving.kv_of(self.config, export, self._pool.keys_LNKDT.dtype)
         self.submit(request)
         self._scheduler.bring(self._sequence(request.trajectory), kv)
@@ -234,6 +229,16 @@ class EmbeddedEngine:
 
     # Inside
 
+    def _check(self, request: Request) -> None:
+        self._live_version(request.version)
+        if request.trajectory in self._scheduler.sequences:
+            raise RequestRefused(
+                f"trajectory {request.trajectory} is here already. Cancel it first, or use "
+                "another id."
+            )
+        has_tokenizer = self._tokenizer is not None
+        check_request(request, self.config, self._pool, has_tokenizer=has_tokenizer)
+
     def _decoders(self) -> dict[Version, Decoder]:
         return {version: live.decoder for version, live in self._live.items()}
 
@@ -272,7 +277,7 @@ class EmbeddedEngine:
         for row, sequence in enumerate(sequences):
             if not draw.finite[row]:
                 outputs.append(Failed(sequence.id, "the model's logits are not finite"))
-                self._forget(sequence, suspect=True)
+                self._forget(sequence)
                 continue
             sequence.kv.tokens += 1
             sequence.own.append(draw.tokens[row])
@@ -309,13 +314,13 @@ class EmbeddedEngine:
         return None
 
     def _sampling_plan(self, sequences: list[Sequence]) -> SamplingPlan:
-        ids = [s.id for s in sequences]
-        if self._plan is None or self._plan[0] != ids:
-            self._plan = ids, SamplingPlan([s.request.sampling for s in sequences])
+        wishes = [s.request.sampling for s in sequences]
+        if self._plan is None or self._plan[0] != wishes:
+            self._plan = wishes, SamplingPlan(wishes)
         return self._plan[1]
 
-    def _forget(self, sequence: Sequence, *, suspect: bool = False) -> None:
-        self._scheduler.remove(sequence, suspect=suspect)
+    def _forget(self, sequence: Sequence) -> None:
+        self._scheduler.remove(sequence)
         self._stops.pop(sequence.id, None)
 
     def _sequence(self, trajectory: TrajectoryId) -> Sequence:

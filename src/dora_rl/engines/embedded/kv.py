@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dora_rl.core.errors import SettingsError
 from dora_rl.models.config import ModelConfig
 
 
@@ -26,8 +27,14 @@ class KvPool:
         shape = (config.num_layers, num_blocks, heads)
         # Keys lie transposed, as the product with the queries reads them. Zeros, since what is
         # masked is still multiplied; the system gives the pages only when they are written.
-        self.keys_LNKDT = torch.zeros(*shape, width, block_tokens, dtype=dtype)
-        self.values_LNKTD = torch.zeros(*shape, block_tokens, width, dtype=dtype)
+        try:
+            self.keys_LNKDT = torch.zeros(*shape, width, block_tokens, dtype=dtype)
+            self.values_LNKTD = torch.zeros(*shape, block_tokens, width, dtype=dtype)
+        except RuntimeError:
+            raise SettingsError(
+                f"no memory for `{num_blocks * block_tokens}` tokens of KV. "
+                "Lower rollout.kv_budget_tokens."
+            ) from None
         self._free = set(range(num_blocks))
         self._lowest = list(range(num_blocks))
         self._highest = [-block for block in range(num_blocks)]
@@ -59,18 +66,24 @@ class KvPool:
         return block
 
     def give_back(self, blocks: Sequence[int]) -> None:
+        """Free these blocks, wiped: what is masked is still multiplied, and 0 times NaN is NaN."""
         for block in blocks:
             if block in self._free:
                 raise AssertionError(f"block {block} was given back twice")
+            self.keys_LNKDT[:, block] = 0
+            self.values_LNKTD[:, block] = 0
             self._free.add(block)
             heapq.heappush(self._lowest, block)
             heapq.heappush(self._highest, -block)
+        if max(len(self._lowest), len(self._highest)) > 4 * self.num_blocks:
+            self._lowest = sorted(self._free)
+            self._highest = sorted(-block for block in self._free)
 
     def read(self, blocks: Sequence[int], tokens: int) -> Tensor:
         """A copy of the first `tokens` tokens in these blocks: [layer, k or v, token, head, D]."""
         layers, _, heads, width, size = self.keys_LNKDT.shape
         out = self.keys_LNKDT.new_empty(layers, 2, tokens, heads, width)
-        for place, block in enumerate(blocks):
+        for place, block in enumerate(blocks[: self.blocks_for(tokens)]):
             start = place * size
             count = min(size, tokens - start)
             span = slice(start, start + count)
@@ -81,20 +94,12 @@ class KvPool:
     def write(self, blocks: Sequence[int], kv_L2TKD: Tensor) -> None:
         """The opposite of `read`."""
         size, tokens = self.block_tokens, kv_L2TKD.shape[2]
-        for place, block in enumerate(blocks):
+        for place, block in enumerate(blocks[: self.blocks_for(tokens)]):
             start = place * size
             count = min(size, tokens - start)
-            if count <= 0:
-                break
             span = slice(start, start + count)
             self.keys_LNKDT[:, block, :, :, :count] = kv_L2TKD[:, 0, span].permute(0, 2, 3, 1)
             self.values_LNKTD[:, block, :, :count] = kv_L2TKD[:, 1, span].transpose(1, 2)
-
-    def wipe(self, blocks: Sequence[int]) -> None:
-        """Zeros, where there may be NaN: what is masked is still multiplied."""
-        for block in blocks:
-            self.keys_LNKDT[:, block] = 0
-            self.values_LNKTD[:, block] = 0
 
     def move(self, source: int, target: int) -> None:
         """Copy one block's content over another's."""

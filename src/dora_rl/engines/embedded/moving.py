@@ -45,13 +45,16 @@ def kv_of(config: ModelConfig, export: Export, dtype: torch.dtype) -> Tensor:
         and 0 <= tokens <= known
         and export.kv_shape == shape
     )
-    kv = torch.empty(shape if fits else (0,), dtype=_DTYPES.get(export.kv_dtype))
-    if not fits or [len(part) for part in export.kv] != [layer.nbytes for layer in kv]:
+    dtype_there = _DTYPES.get(export.kv_dtype, torch.float32)
+    layer_bytes = 2 * tokens * config.num_kv_heads * config.head_dim * dtype_there.itemsize
+    # Before anything is allocated: the shape is what a message claims.
+    if not fits or [len(part) for part in export.kv] != [layer_bytes] * config.num_layers:
         raise ImportRefused(
             f"the KV of trajectory {export.trajectory} is `{export.model}` of shape "
             f"{export.kv_shape} in {export.kv_dtype}: here it must be `{_kind(config)}`, with at "
             f"most {known} tokens. Move it to an instance of the same model."
         )
+    kv = torch.empty(shape, dtype=dtype_there)
     for layer, part in zip(kv, export.kv, strict=True):
         _bytes_of(layer)[:] = np.frombuffer(part, np.uint8)
     return kv.to(dtype)

@@ -59,6 +59,12 @@ def check_tensors(config: ModelConfig, directory: Path, tensors: Mapping[str, Te
                 f"tensor `{name}` in `{directory}` has the shape `{found}`: "
                 f"this model has {shape}. Is it another model's?"
             )
+    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
+    if len(dtypes) > 1 or not dtypes <= {"float32", "bfloat16"}:
+        raise WeightsError(
+            f"the tensors in `{directory}` are of dtype `{', '.join(sorted(dtypes))}`: "
+            "all must be float32, or all bfloat16."
+        )
     if foreign := sorted(tensors.keys() - wanted.keys()):
         raise WeightsError(
             f"tensor `{foreign[0]}` in `{directory}` is none of this model's. "

@@ -18,6 +18,7 @@ from dora_rl.engines.embedded.kv import KvPool
 from dora_rl.engines.embedded.sequences import Cached, Prompt, Sequence, Stage
 
 _COMPACT_SLACK = 16  # holes that cost less to read over than to close
+_STALE_ORDERS = 64  # of sequences that left the queue otherwise than by a slot
 
 
 class Scheduler:
@@ -47,10 +48,8 @@ class Scheduler:
         self._enter(sequence)
         return sequence
 
-    def remove(self, sequence: Sequence, *, suspect: bool = False) -> None:
-        """Forget a sequence and free what it held; `suspect` if that may hold NaN."""
-        if suspect:
-            sequence.kv.suspect = sequence.prompt.kv.suspect = True
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence and free what it held."""
         self._leave(sequence)
         self._release(sequence.kv)
         self._let_go(sequence.prompt)
@@ -172,6 +171,8 @@ class Scheduler:
         if sequence.order not in self._candidates:
             self._candidates[sequence.order] = sequence
             heapq.heappush(self._by_age, sequence.order)
+            if len(self._by_age) > 2 * len(self._candidates) + _STALE_ORDERS:
+                self._by_age = sorted(self._candidates)
 
     def _oldest_candidate(self) -> Sequence | None:
         while self._by_age and self._by_age[0] not in self._candidates:
@@ -202,8 +203,6 @@ class Scheduler:
             self._give_back(kv)
 
     def _give_back(self, kv: Cached) -> None:
-        if kv.suspect:
-            self.pool.wipe(kv.blocks)
         self.pool.give_back(kv.blocks)
         self._holes |= bool(kv.blocks)
         kv.blocks.clear()

@@ -35,7 +35,6 @@ class Cached:
     blocks: list[int] = field(default_factory=list)
     host: Tensor | None = None
     low: bool = True  # at the low end of the pool, with what is read by one row alone
-    suspect: bool = False  # may hold what is no number: its blocks must be wiped
 
 
 @dataclass(slots=True, eq=False)

@@ -28,13 +28,17 @@ class EngineSettings:
     def __post_init__(self) -> None:
         for name in ("slots", "version_slots", "block_tokens", "prefill_chunk"):
             value = getattr(self, name)
-            if value < 1:
-                raise SettingsError(f"rollout.{name} must be >= 1: `{value}`.")
+            if not isinstance(value, int) or value < 1:
+                raise SettingsError(f"rollout.{name} must be a whole number >= 1: `{value}`.")
         budget = self.kv_budget_tokens
         if budget is not None and budget < self.block_tokens:
             raise SettingsError(
                 f"rollout.kv_budget_tokens must hold at least one block of "
                 f"{self.block_tokens} tokens: `{budget}`."
+            )
+        if self.layout is not None and not isinstance(self.layout, Layout):
+            raise SettingsError(
+                f"rollout.layout must be one of {', '.join(Layout)}: `{self.layout}`."
             )
         if self.kv_dtype not in _DTYPE_BYTES:
             raise SettingsError(f"rollout.kv_dtype must be float32 or bfloat16: `{self.kv_dtype}`.")
