@@ -55,8 +55,15 @@ Examples:
   dora-rl bench versions --model tiny --batch 64 --versions 1,4,8 --json
 """
 
+_EXAMPLES = """\b
+Examples:
+  dora-rl bench orchestrator
+  dora-rl bench engine --model tiny
+  dora-rl bench engine --against hf,vllm --json
+"""
 
-@click.group()
+
+@click.group(epilog=_EXAMPLES)
 def command() -> None:
     """Measure the orchestrator and the embedded engine."""
 

@@ -6,8 +6,14 @@ from types import FrameType
 
 import click
 
+_EPILOG = """\b
+Examples:
+  dora-rl fetch-model smollm2
+  dora-rl fetch-model smollm2 --dtype float32 --out models/smollm2
+"""
 
-@click.command("fetch-model")
+
+@click.command("fetch-model", epilog=_EPILOG)
 @click.argument("model")
 @click.option(
     "--out",
