@@ -23,7 +23,7 @@ LARGEST = 2**64 - 1
         ({"temperature": -1e-9}, "temperature must be >= 0 and finite: `-1e-09`."),
         ({"temperature": math.inf}, "temperature must be >= 0 and finite: `inf`."),
         ({"temperature": math.nan}, "temperature must be >= 0 and finite: `nan`."),
-        ({"top_k": -1}, "top_k must be a whole number >= 0, below 2**31: `-1`. Use 0 for no limit."),
+        ({"top_k": -1}, "top_k must be a whole number >= 0, below 2**31: `-1`. Use 0 for"),
         ({"top_p": 0.0}, "top_p must be in (0, 1]: `0.0`. Use 1 for no limit."),
         ({"top_p": 1.01}, "top_p must be in (0, 1]: `1.01`."),
         ({"top_p": math.nan}, "top_p must be in (0, 1]: `nan`."),
