@@ -15,28 +15,8 @@ from dora_rl.benchmarks.limits import (
     measure,
     roofline,
 )
-from dora_rl.models.config import ModelConfig, Rope
+from tests.models.configurations import SMALL
 
-SMALL = ModelConfig(
-    family="llama",
-    vocab_size=10,
-    hidden_size=4,
-    intermediate_size=8,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=2,
-    norm_eps=1e-5,
-    context=64,
-    tied=True,
-    qkv_bias=False,
-    out_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
-    rope=Rope("default", 10_000.0),
-    eos_token_ids=(2,),
-    dtype="bfloat16",
-)
 # q and o 4x4, k and v 2x4, gate, up and down 8x4, head 10x4: 184 numbers in matrices; and the
 # three norms of 4 numbers each.
 IN_MATRICES = 2 * 16 + 2 * 8 + 3 * 32 + 40

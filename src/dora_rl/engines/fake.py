@@ -15,7 +15,6 @@ import math
 import struct
 import time
 from bisect import bisect_left, bisect_right
-from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -27,10 +26,10 @@ from dora_rl.engines import base, wire
 from dora_rl.engines.base import FinishReason, Output, ParkReason, Request, Sampling
 from dora_rl.engines.errors import ImportRefused, RequestRefused, UnknownTrajectory, VersionRefused
 from dora_rl.engines.noise import uniform
+from dora_rl.engines.rates import Rates
 
 _CELL = 8  # bytes of KV a token
 _SPREAD = 6.0  # between the least and the largest logit: uneven, and no token out of reach
-_RATE_WINDOW_S = 5.0
 
 
 def read_tokens(digest: str, tokens: Sequence[int], kv: bytes = b"") -> bytes:
@@ -113,7 +112,10 @@ class FakeEngine(base.Engine):
     _digests: dict[Version, str] = field(init=False, default_factory=dict)
     _live: dict[TrajectoryId, _Live] = field(init=False, default_factory=dict)  # by arrival
     _failing: set[TrajectoryId] = field(init=False, default_factory=set)
-    _sampled: deque[tuple[float, Version]] = field(init=False, default_factory=deque)
+    _rates: Rates = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._rates = Rates(self.clock)
 
     def install(self, version: Version, directory: Path) -> str:
         digest = _digest_of(directory)
@@ -136,6 +138,7 @@ class FakeEngine(base.Engine):
             if live.version == version:
                 raise VersionRefused(f"version {version} still has trajectory `{trajectory}` here.")
         self._digests.pop(version, None)
+        self._rates.forget(version)
 
     def submit(self, request: Request) -> None:
         self._digest(request.version)
@@ -146,8 +149,6 @@ class FakeEngine(base.Engine):
         outputs: list[Output] = [*self._start(), *self._make_room()]
         for live in self._in(_State.RUNNING):
             outputs += self._advance(live)
-        while self._sampled and self._sampled[0][0] <= self.clock() - _RATE_WINDOW_S:
-            self._sampled.popleft()
         return outputs
 
     def cancel(self, trajectory: TrajectoryId) -> bool:
@@ -208,8 +209,6 @@ class FakeEngine(base.Engine):
                 live.version, live.kv = target, b""
 
     def load(self) -> base.Load:
-        since = self.clock() - _RATE_WINDOW_S
-        recent = Counter(version for when, version in self._sampled if when > since)
         versions = {}
         for version, digest in self._digests.items():
             states = [live.state for live in self._live.values() if live.version == version]
@@ -218,7 +217,7 @@ class FakeEngine(base.Engine):
                 running=states.count(_State.RUNNING),
                 waiting=states.count(_State.WAITING),
                 parked=states.count(_State.NO_ROOM) + states.count(_State.ASKED),
-                tokens_per_s=recent[version] / _RATE_WINDOW_S,
+                tokens_per_s=self._rates.tokens_per_s(version),
             )
         used = sum(live.held for live in self._in(_State.RUNNING))
         return base.Load(self.slots, self.version_slots, used, self.kv_budget_tokens, versions)
@@ -316,7 +315,7 @@ class FakeEngine(base.Engine):
         chances = distribution(logits, sampling)
         token = draw(chances, uniform(request.seed, trajectory, len(live.generated)))
         live.tokens.append(token)
-        self._sampled.append((self.clock(), live.version))
+        self._rates.add(live.version, 1)
         finish = self._finish(live)
         if finish:
             self.cancel(trajectory)

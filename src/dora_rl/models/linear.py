@@ -12,8 +12,9 @@ Decoding is bound by these products; docs/engine.md has the measurements behind 
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -63,7 +64,7 @@ class Packed:
 
     def __call__(self, x_RI: Tensor) -> Tensor:
         if self._narrow is not None and x_RI.shape[0] <= self._narrow_rows:
-            out_RO = _onednn_linear(x_RI.bfloat16(), self._narrow).float()
+            out_RO = _narrow_product(x_RI, self._narrow)
             return out_RO if self.bias_O is None else out_RO.add_(self.bias_O)
         if self.bias_O is None:
             return torch.mm(x_RI, self.wide_IO)
@@ -120,19 +121,19 @@ def narrow_rows_of_this_machine(inputs: int, outputs: int) -> int:
     narrow = [_onednn_order(w) for w in weights]
     for rows in _NARROW_CANDIDATES:
         x = torch.randn(rows, inputs, generator=generator)
-        in_bf16 = _best_time([lambda w=w, x=x: _onednn_linear(x.bfloat16(), w) for w in narrow])
-        in_fp32 = _best_time([lambda w=w, x=x: torch.mm(x, w) for w in wide])
+        in_bf16 = _best_time([partial(_narrow_product, x, w) for w in narrow])
+        in_fp32 = _best_time([partial(torch.mm, x, w) for w in wide])
         if in_bf16 < in_fp32:
             return rows
     return 0
 
 
-def _best_time(calls: Sequence[object], repeats: int = 3) -> float:
+def _best_time(calls: Sequence[Callable[[], Tensor]], repeats: int = 3) -> float:
     best = float("inf")
     for _ in range(repeats):
         start = time.perf_counter()
         for call in calls:
-            call()  # type: ignore[operator]
+            call()
         best = min(best, time.perf_counter() - start)
     return best
 
@@ -146,6 +147,7 @@ def _onednn_order(weight_OI: Tensor) -> Tensor:
     return packed
 
 
-def _onednn_linear(x_RI: Tensor, packed: Tensor) -> Tensor:
+def _narrow_product(x_RI: Tensor, packed: Tensor) -> Tensor:
+    x_RI = x_RI.bfloat16()
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x_RI, packed, None, "none", [], "")
-    return out
+    return out.float()

@@ -9,37 +9,13 @@ import torch
 from dora_rl.core.types import TrajectoryId
 from dora_rl.engines.base import Engine
 from dora_rl.engines.embedded import EmbeddedEngine, EngineSettings
-from dora_rl.models.config import ModelConfig, Rope, read_config
+from dora_rl.models.config import ModelConfig, read_config
 from dora_rl.models.tokenizer import Tokenizer, load_tokenizer
 from dora_rl.weights.store import WeightStore
 from tests.engines.contract import Harness
 from tests.models.random_models import make_model, make_tokenizer, random_model
 
 SHAPE = {"vocab_size": 300, "max_position_embeddings": 96, "eos_token_id": 7}
-
-
-def tiny_config() -> ModelConfig:
-    """A configuration without a model."""
-    return ModelConfig(
-        family="llama",
-        vocab_size=11,
-        hidden_size=8,
-        intermediate_size=8,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=4,
-        norm_eps=1e-6,
-        context=64,
-        tied=True,
-        qkv_bias=False,
-        out_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        rope=Rope("default", 10_000.0),
-        eos_token_ids=(),
-        dtype="float32",
-    )
 
 
 class Models:

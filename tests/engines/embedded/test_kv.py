@@ -1,5 +1,6 @@
 """The KV pool: blocks are given once, come back once, and keep what is written."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -9,13 +10,14 @@ from hypothesis import strategies as st
 
 from dora_rl.core.errors import SettingsError
 from dora_rl.engines.embedded.kv import KvPool
-from tests.engines.embedded.harness import tiny_config
+from tests.models.configurations import SMALL
 
 BLOCKS, TOKENS = 7, 4
+CONFIG = replace(SMALL, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4)
 
 
 def pool() -> KvPool:
-    return KvPool(tiny_config(), BLOCKS, TOKENS, torch.float32)
+    return KvPool(CONFIG, BLOCKS, TOKENS, torch.float32)
 
 
 @given(st.lists(st.sampled_from(["low", "high", "back"]), max_size=60), st.randoms())
@@ -81,7 +83,7 @@ def test_memory_does_not_grow_with_use() -> None:
 
 def test_too_much_memory_is_refused() -> None:
     with pytest.raises(SettingsError, match="no memory for `4000000000000000`"):
-        KvPool(tiny_config(), 10**15, 4, torch.float32)
+        KvPool(CONFIG, 10**15, 4, torch.float32)
 
 
 def _heads(kv: KvPool) -> tuple[int, int]:

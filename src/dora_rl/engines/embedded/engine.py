@@ -26,7 +26,6 @@ from dora_rl.engines.base import (
 from dora_rl.engines.embedded import moving
 from dora_rl.engines.embedded.forwarding import Chunk, Forwarder
 from dora_rl.engines.embedded.kv import KvPool
-from dora_rl.engines.embedded.rates import Rates
 from dora_rl.engines.embedded.refusals import check_request, check_tensors
 from dora_rl.engines.embedded.sampler import Draw, SamplingPlan, sample
 from dora_rl.engines.embedded.scheduler import Scheduler
@@ -39,6 +38,7 @@ from dora_rl.engines.errors import (
     VersionRefused,
 )
 from dora_rl.engines.noise import uniform
+from dora_rl.engines.rates import Rates
 from dora_rl.models import cpu
 from dora_rl.models.config import ModelConfig, read_config
 from dora_rl.models.decoder import Decoder, build
@@ -73,7 +73,8 @@ class EmbeddedEngine:
         self.settings = settings or EngineSettings()
         self._tokenizer = tokenizer
         exact = self.settings.deterministic
-        self._chunk = min(self.settings.prefill_chunk, _EXACT_CHUNK if exact else 1 << 30)
+        chunk = self.settings.prefill_chunk
+        self._chunk = min(chunk, _EXACT_CHUNK) if exact else chunk
         self._pool = KvPool(
             config,
             self.settings.num_blocks(config),
@@ -142,7 +143,14 @@ class EmbeddedEngine:
     # Trajectories
 
     def submit(self, request: Request) -> None:
-        self._check(request)
+        self._live_version(request.version)
+        if request.trajectory in self._scheduler.sequences:
+            raise RequestRefused(
+                f"trajectory {request.trajectory} is here already. Cancel it first, or use "
+                "another id."
+            )
+        has_tokenizer = self._tokenizer is not None
+        check_request(request, self.config, self._pool, has_tokenizer=has_tokenizer)
         if request.sampling.stop and self._tokenizer is not None:
             self._stops[request.trajectory] = StopStrings(request.sampling.stop, self._tokenizer)
         self._scheduler.add(request)
@@ -178,7 +186,6 @@ class EmbeddedEngine:
                 f"the digest `{export.digest}`, which {here}. Move it to an instance of the "
                 "same weights."
             )
-        self._check(request)
         kv = moving.kv_of(self.config, export, self._pool.keys_LNKDT.dtype)
         self.submit(request)
         self._scheduler.bring(self._sequence(request.trajectory), kv)
@@ -229,16 +236,6 @@ class EmbeddedEngine:
 
     # Inside
 
-    def _check(self, request: Request) -> None:
-        self._live_version(request.version)
-        if request.trajectory in self._scheduler.sequences:
-            raise RequestRefused(
-                f"trajectory {request.trajectory} is here already. Cancel it first, or use "
-                "another id."
-            )
-        has_tokenizer = self._tokenizer is not None
-        check_request(request, self.config, self._pool, has_tokenizer=has_tokenizer)
-
     def _decoders(self) -> dict[Version, Decoder]:
         return {version: live.decoder for version, live in self._live.items()}
 
@@ -251,15 +248,15 @@ class EmbeddedEngine:
         """What is to be read in this step, the oldest first, within the chunk size."""
         chunks: list[Chunk] = []
         left = self._chunk
-        lines: dict[int, Prompt | Sequence] = {}
-        for sequence in self._scheduler.running.values():
-            line = sequence if sequence.prompt.whole else sequence.prompt
-            lines.setdefault(id(line), line)
-        for line in lines.values():
-            unread = line.unread
-            if unread and left:
-                chunks.append(Chunk(line, min(unread, left)))
-                left -= chunks[-1].count
+        running = self._scheduler.running.values()
+        # A prompt that several wait for is one line.
+        lines: dict[Prompt | Sequence, None] = dict.fromkeys(
+            s if s.prompt.whole else s.prompt for s in running
+        )
+        for line in lines:
+            if count := min(line.unread, left):
+                chunks.append(Chunk(line, count))
+                left -= count
         return chunks
 
     def _draw(self, decoders: dict[Version, Decoder], sequences: list[Sequence]) -> Draw:

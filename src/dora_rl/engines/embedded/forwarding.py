@@ -45,14 +45,7 @@ class Chunk:
 
     @property
     def tokens(self) -> Series[int]:
-        line = self.line
-        known = line.tokens if isinstance(line, Prompt) else line.own
-        return known[line.kv.tokens : line.kv.tokens + self.count]
-
-    @property
-    def first(self) -> int:
-        """Position of the first of them."""
-        return self.line.kv.tokens if isinstance(self.line, Prompt) else self.line.position
+        return self.line.known[self.line.kv.tokens :][: self.count]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +84,7 @@ class Forwarder:
         self._run(
             _parts(decoders, [(chunk.version, chunk.count) for chunk in chunks]),
             [token for chunk in chunks for token in chunk.tokens],
-            [chunk.first + index for chunk, index in rows],
+            [chunk.line.position + index for chunk, index in rows],
             [self._place(chunk.line, chunk.line.kv.tokens + index) for chunk, index in rows],
             read,
         )
@@ -103,9 +96,9 @@ class Forwarder:
     ) -> Tensor:
         """Feed the last token of each; the logits of the next, in the order given.
 
-        The sequences must stand by version, and have all but their last token cached; it
-        counts as cached when the caller says so. With
-        `exact` no row can touch another, not even by NaN.
+        The sequences must stand by version, and have all but their last token cached; that one
+        counts as cached when the caller says so. With `exact` no row can touch another, not even
+        by NaN.
         """
         parts = _parts(decoders, [(sequence.version, 1) for sequence in sequences])
         stacking = None if self._exact or exact else self._stack_for(sequences)
@@ -189,11 +182,12 @@ class Forwarder:
             self._pool.block_tokens,
             self._config.num_kv_heads,
         )
-        keys, values, scale = self._pool.keys_LNKDT, self._pool.values_LNKTD, self._scale
-        return lambda layer, q_RHD: attend(q_RHD, keys[layer], values[layer], scale)
+        return self._over_pool(attend)
 
     def _read_exactly(self, reads_R: Series[Series[Reading]]) -> Read:
-        attend = ExactAttention(reads_R, self._pool.block_tokens)
+        return self._over_pool(ExactAttention(reads_R, self._pool.block_tokens))
+
+    def _over_pool(self, attend: BlockAttention | ExactAttention) -> Read:
         keys, values, scale = self._pool.keys_LNKDT, self._pool.values_LNKTD, self._scale
         return lambda layer, q_RHD: attend(q_RHD, keys[layer], values[layer], scale)
 
@@ -206,7 +200,8 @@ class Forwarder:
             for chunk in chunks:
                 q_CHD = q_RHD[start : start + chunk.count]
                 keys_KDT, values_KTD = self._copy_up_to(layer, chunk)
-                out.append(causal(q_CHD, keys_KDT, values_KTD, chunk.first, self._scale))
+                first = chunk.line.position
+                out.append(causal(q_CHD, keys_KDT, values_KTD, first, self._scale))
                 start += chunk.count
             return torch.cat(out)
 
@@ -230,18 +225,15 @@ class Forwarder:
 
     def _reads_of_chunk(self, row: int, chunk: Chunk, index: int) -> list[Reading]:
         line = chunk.line
-        if isinstance(line, Sequence):
-            return self._reads_of_prompt(row, line.prompt) + self._reads_of_own(
-                row, line, index + 1
-            )
-        return self._reads(row, line.kv.blocks, line.kv.tokens + index + 1)
+        prompt = self._reads_of_prompt(row, line.prompt) if isinstance(line, Sequence) else []
+        return prompt + self._reads_of_own(row, line, index + 1)
 
     def _reads_of_prompt(self, row: int, prompt: Prompt) -> list[Reading]:
         return self._reads(row, prompt.kv.blocks, len(prompt.tokens))
 
-    def _reads_of_own(self, row: int, sequence: Sequence, new: int) -> list[Reading]:
+    def _reads_of_own(self, row: int, line: Prompt | Sequence, new: int) -> list[Reading]:
         """`new` counts the tokens of this pass up to the row's own."""
-        return self._reads(row, sequence.kv.blocks, sequence.kv.tokens + new)
+        return self._reads(row, line.kv.blocks, line.kv.tokens + new)
 
     def _reads(self, row: int, blocks: Series[int], tokens: int) -> list[Reading]:
         size = self._pool.block_tokens

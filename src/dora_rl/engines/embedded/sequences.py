@@ -48,6 +48,16 @@ class Prompt:
     readers: int = 0  # those of them that run: while there are any it stays in the pool
 
     @property
+    def known(self) -> tuple[int, ...]:
+        """The tokens whose KV is its own."""
+        return self.tokens
+
+    @property
+    def position(self) -> int:
+        """Of the next token to read."""
+        return self.kv.tokens
+
+    @property
     def unread(self) -> int:
         """Tokens that are not in the KV yet."""
         return len(self.tokens) - self.kv.tokens
@@ -83,6 +93,11 @@ class Sequence:
     @property
     def generated(self) -> list[int]:
         return self.own[1:]
+
+    @property
+    def known(self) -> list[int]:
+        """The tokens whose KV is its own."""
+        return self.own
 
     @property
     def position(self) -> int:
