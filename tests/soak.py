@@ -145,6 +145,7 @@ def _params(rng: Random, settings: Settings) -> WorldParams:
         failed_install=often(0.2),
         wrong_digest=often(0.05),
         failed_train=often(0.2),
+        rejected_batch=often(0.1),
         endless_environment=often(0.02),
         failed_reward=often(0.1),
     )

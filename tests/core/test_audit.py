@@ -101,6 +101,23 @@ def test_a_failed_batch_may_be_sent_again() -> None:
     assert story.report.trained == 2
 
 
+def test_members_of_a_rejected_batch_may_fail_and_no_others() -> None:
+    story = opened()
+    story.ready(0)
+    story.train(0, 0)
+    story.see(e.BatchRejected(0, (5,), "loss is nan"))
+    story.see(e.BatchRejected(0, (0,), "loss is nan"))
+    story.ask(c.Fail(0, "loss is nan"))
+    story.ask(c.Fail(1, "loss is nan"))
+    assert story.broken == set()
+    assert (story.report.trained, story.report.failed) == (0, 2)
+    story.ready(1)
+    story.train(0, 1)
+    story.see(e.BatchRejected(0, (0,), "loss is nan"))  # a late copy
+    story.ask(c.Fail(2, "loss is nan"))
+    assert story.broken != set()
+
+
 def test_refused_events_are_counted_and_change_nothing() -> None:
     story = opened()
     story.audit.observe_refused(9.0, e.BatchTrained(0))

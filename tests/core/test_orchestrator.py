@@ -386,6 +386,26 @@ def test_a_failed_step_is_repeated_and_then_halts_the_run() -> None:
     assert world.halted == cm.Halt(False, "train step 0 failed 2 times: loss is nan")
 
 
+def test_a_rejected_batch_fails_and_the_step_is_taken_with_another() -> None:
+    world = world_of(max_train_attempts=2)
+    full_batch(world)
+    world.pool.clear()
+    first = commands(world, cm.Train)[0]
+    groups = tuple(group.group for group in first.groups)
+    world.send(ev.BatchRejected(0, (*groups, 99), "loss is nan"))  # speaks of another batch
+    assert not commands(world, cm.Fail)
+    world.send(ev.BatchRejected(0, groups, "loss is nan"))
+    members = sorted(name for group in first.groups for name in group.trajectories)
+    assert sorted(fail.trajectory for fail in commands(world, cm.Fail)) == members
+    full_batch(world)
+    world.pool.clear()
+    second = commands(world, cm.Train)[-1]
+    assert second.step == 0
+    assert not set(groups) & {group.group for group in second.groups}
+    world.send(ev.BatchRejected(0, tuple(g.group for g in second.groups), "loss is nan"))
+    assert world.halted == cm.Halt(False, "train step 0 rejected 2 batches in a row: loss is nan")
+
+
 def test_a_trainer_that_does_not_answer_is_asked_again() -> None:
     world = world_of(train_timeout_s=50.0, max_train_attempts=2)
     full_batch(world)

@@ -57,6 +57,7 @@ any_event = st.one_of(
     st.builds(ev.MigrationFailed, wild, st.just("wild")),
     st.builds(ev.BatchTrained, wild),
     st.builds(ev.BatchFailed, wild, st.just("wild")),
+    st.builds(ev.BatchRejected, wild, st.lists(wild, max_size=3).map(tuple), st.just("wild")),
     st.builds(ev.WeightsPublished, wild, st.just("digest-0")),
     st.builds(ev.PublicationFailed, wild, st.just("wild")),
     st.builds(ev.VersionPinned, wild, st.just("holder")),

@@ -88,6 +88,12 @@ def test_a_failed_step_leaves_the_weights_as_they_were() -> None:
     assert script.last(ev.WeightsPublished).version == world.trainer.steps == 1
 
 
+def test_a_rejected_batch_is_rejected_again_when_it_is_asked_for_again() -> None:
+    world, script = failing("rejected_batch")
+    answer = script.last(ev.BatchRejected)
+    assert (answer.step, answer.groups, world.trainer.steps) == (0, (), 0)
+
+
 def test_a_failed_publication_shows_nothing() -> None:
     world, script = failing("failed_publication")
     assert script.seen(ev.PublicationFailed)

@@ -46,6 +46,7 @@ STORM = FaultParams(
     failed_install=0.05,
     wrong_digest=0.01,
     failed_train=0.05,
+    rejected_batch=0.02,
     endless_environment=0.01,
     failed_reward=0.01,
 )

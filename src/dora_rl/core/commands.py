@@ -153,7 +153,10 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Train:
-    """Take optimizer step `step` on these groups; answer with `BatchTrained` or `BatchFailed`."""
+    """Take optimizer step `step` on these groups.
+
+    Answer with `BatchTrained`, `BatchFailed` or `BatchRejected`.
+    """
 
     step: int
     groups: tuple[BatchGroup, ...]

@@ -207,6 +207,19 @@ class BatchFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchRejected:
+    """Answers `Train`: this very batch cannot be trained on (its loss is no number).
+
+    The weights are as before, and trying again would not help. `groups` name the batch, since
+    another one may be asked for under the same step.
+    """
+
+    step: int
+    groups: tuple[GroupId, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class WeightsPublished:
     """Answers `Publish`: the version is complete in the store. Version 0 opens the run."""
 
@@ -264,6 +277,7 @@ Event: TypeAlias = (
     | MigrationFailed
     | BatchTrained
     | BatchFailed
+    | BatchRejected
     | WeightsPublished
     | PublicationFailed
     | VersionPinned

@@ -166,14 +166,15 @@ class Ledger:
         for member in self.surviving(group.id):
             self._move(self.trajectories[member], _T.TRAINED)
             self.trained += 1
-        self._close(group)
+        self._close(group, batched=True)
 
     def fail_group(self, group: Group, reason: str) -> None:
         """End a group; members that have not failed yet fail for `reason`."""
+        batched = group.state is _G.TRAINING
         self._move_group(group, _G.FAILED)
         for member in self.surviving(group.id):
             self._fail(self.trajectories[member], reason)
-        self._close(group)
+        self._close(group, batched=batched)
 
     # A trajectory's way
 
@@ -248,11 +249,11 @@ class Ledger:
         trajectory.migration = None
         trajectory.fence = 0
 
-    def _close(self, group: Group) -> None:
+    def _close(self, group: Group, *, batched: bool = False) -> None:
         for member in self.members(group.id):
             del self.trajectories[member]
         del self.groups[group.id]
-        if group.state is not _G.TRAINED:
+        if not batched:  # else it is not counted since it went into its batch
             self._count_pending(group.version, -1)
 
     def _count_pending(self, version: Version, change: int) -> None:

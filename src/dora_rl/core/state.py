@@ -33,6 +33,7 @@ class Trainer:
     phase: TrainerPhase = TrainerPhase.PUBLISHING  # version 0 is awaited first
     batch: tuple[GroupId, ...] = ()
     attempts: int = 0
+    rejections: int = 0  # of batches in a row
     stalled_since: float | None = None
     stalled_s: float = 0.0
     stalls: int = 0

@@ -111,7 +111,7 @@ GROUP_MOVES: dict[GroupState, frozenset[GroupState]] = {
     _G.OPEN: frozenset({_G.JUDGING, _G.FAILED}),
     _G.JUDGING: frozenset({_G.READY, _G.FILTERED, _G.FAILED}),
     _G.READY: frozenset({_G.TRAINING}),
-    _G.TRAINING: frozenset({_G.TRAINED}),
+    _G.TRAINING: frozenset({_G.TRAINED, _G.FAILED}),
     _G.TRAINED: frozenset(),
     _G.FILTERED: frozenset(),
     _G.FAILED: frozenset(),

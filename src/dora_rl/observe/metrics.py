@@ -15,6 +15,7 @@ from dora_rl.core.audit import AuditReport, Spread
 from dora_rl.core.commands import Command, Delete, Train
 from dora_rl.core.events import (
     BatchFailed,
+    BatchRejected,
     BatchTrained,
     Event,
     GroupJudged,
@@ -146,7 +147,7 @@ class Collector:
             self._lengths[event.trajectory] = event.tokens  # type: ignore[union-attr]
         elif isinstance(event, WeightsPublished):
             self._published(now, event.version)
-        elif isinstance(event, BatchTrained | BatchFailed):
+        elif isinstance(event, BatchTrained | BatchFailed | BatchRejected):
             self._trained(now, event)
         elif isinstance(event, GroupJudged) and event.filtered is not None:
             first = event.group * self._group_size
@@ -163,13 +164,13 @@ class Collector:
             self._batch = command
             self._training.change(now, 1)
 
-    def _trained(self, now: float, event: BatchTrained | BatchFailed) -> None:
+    def _trained(self, now: float, event: BatchTrained | BatchFailed | BatchRejected) -> None:
         batch = self._batch
         if batch is None or batch.step != event.step:
             return  # a late copy of an old answer
         self._batch = None
         self._training.change(now, -1)
-        if isinstance(event, BatchFailed):
+        if not isinstance(event, BatchTrained):
             return
         staleness = self._staleness.setdefault(batch.step, Counter())
         tokens = 0

@@ -45,6 +45,7 @@ class FaultParams(BaseModel):
     failed_install: float = _SHARE
     wrong_digest: float = _SHARE
     failed_train: float = _SHARE
+    rejected_batch: float = _SHARE
     endless_environment: float = _SHARE
     failed_reward: float = _SHARE
 
@@ -70,6 +71,7 @@ _EACH = (
     "failed_install",
     "wrong_digest",
     "failed_train",
+    "rejected_batch",
     "endless_environment",
     "failed_reward",
 )

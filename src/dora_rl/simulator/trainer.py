@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dora_rl.core.commands import Delete, Publish, Train
 from dora_rl.core.events import (
     BatchFailed,
+    BatchRejected,
     BatchTrained,
     Event,
     PublicationFailed,
@@ -23,6 +24,9 @@ from dora_rl.simulator.params import WorldParams
 from dora_rl.simulator.runs import SCORED, Job
 from dora_rl.simulator.surroundings import Surroundings
 from dora_rl.simulator.usage import Span
+
+
+NO_NUMBER = "loss is not finite"
 
 
 def digest_of(version: int) -> str:
@@ -70,6 +74,7 @@ class Trainer:
         self._faults = faults
         self._report = report
         self._trained_groups: set[int] = set()
+        self._rejected: set[tuple[int, ...]] = set()  # batches that no loss came of
         self._busy: Train | None = None
         self._publishing: int | None = None
         self.steps = 0  # taken so far; the weights in the trainer are this version
@@ -77,6 +82,10 @@ class Trainer:
     def train(self, command: Train) -> None:
         if command.step < self.steps:
             self._report(BatchTrained(command.step))
+            return
+        groups = tuple(entry.group for entry in command.groups)
+        if groups in self._rejected:
+            self._report(BatchRejected(command.step, groups, NO_NUMBER))
             return
         if self._busy is not None:
             if self._busy.step != command.step:
@@ -120,6 +129,12 @@ class Trainer:
         failure = self._faults.params.failed_train
         if self._faults.strikes(now, "failed_train", failure, f"step {step}"):
             self._report(BatchFailed(step, "trainer_failed"))
+            return
+        rejection = self._faults.params.rejected_batch
+        if self._faults.strikes(now, "rejected_batch", rejection, f"step {step}"):
+            groups = tuple(entry.group for entry in command.groups)
+            self._rejected.add(groups)
+            self._report(BatchRejected(step, groups, NO_NUMBER))
             return
         self.steps = step + 1
         for group in command.groups:

@@ -7,12 +7,16 @@ from collections import Counter
 
 from dora_rl.core import commands as c
 from dora_rl.core import events as e
-from dora_rl.core.audit.records import OVER, READY, TRAINING, End, Group, Member
+from dora_rl.core.audit.records import OVER, READY, REJECTED, TRAINING, End, Group, Member
 from dora_rl.core.audit.report import Breaches, Promise
 from dora_rl.core.audit.work import Work
 from dora_rl.core.paradigms import PARADIGMS
 from dora_rl.core.settings import Settings
-from dora_rl.core.types import BatchGroup
+from dora_rl.core.types import BatchGroup, GroupId
+
+
+def _ids(batch: c.Train) -> tuple[GroupId, ...]:
+    return tuple(entry.group for entry in batch.groups)
 
 
 def _in_batch(group: Group) -> list[Member]:
@@ -127,6 +131,16 @@ class Batches:
             group = self._work.groups.get(entry.group)
             if group is not None and group.stage == TRAINING:
                 group.stage = READY
+
+    def rejected(self, event: e.BatchRejected) -> None:
+        batch = self._batch
+        if batch is None or (batch.step, _ids(batch)) != (event.step, event.groups):
+            return
+        self._batch = None
+        for entry in batch.groups:
+            group = self._work.groups.get(entry.group)
+            if group is not None and group.stage == TRAINING:
+                group.stage = REJECTED
 
     def _once(self, what: str) -> None:
         self._breaches.add(Promise.TRAINED_ONCE, what)

@@ -4,7 +4,7 @@ A Fail is checked against what the stream showed of its trajectory, and against 
 that the settings grant.
 """
 
-from dora_rl.core.audit.records import JUDGING, OPEN, SCORING, Group, Member
+from dora_rl.core.audit.records import JUDGING, OPEN, REJECTED, SCORING, Group, Member
 from dora_rl.core.audit.report import Breaches
 from dora_rl.core.settings import OnFailedMember, Settings
 from dora_rl.core.types import TrajectoryId
@@ -20,6 +20,8 @@ class Causes:
         settings = self._settings
         if group.stage == JUDGING:
             return group.judgements > settings.max_retries and self.unanswered(group.asked_at)
+        if group.stage == REJECTED:
+            return True
         if group.stage != OPEN:
             return False
         sibling_failed = group.left < len(group.members)

@@ -44,6 +44,7 @@ class Audit:
             e.MigrationFailed: moves.failed,
             e.BatchTrained: batches.trained,
             e.BatchFailed: batches.failed,
+            e.BatchRejected: batches.rejected,
             e.WeightsPublished: fleet.published,
             e.VersionPinned: fleet.pinned,
             e.VersionUnpinned: fleet.unpinned,

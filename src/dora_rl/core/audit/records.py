@@ -23,6 +23,7 @@ OPEN = 0
 JUDGING = 1
 READY = 2
 TRAINING = 3
+REJECTED = 4  # its batch could not be trained on: its members are to fail
 
 
 class End(IntEnum):

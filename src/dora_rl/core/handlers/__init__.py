@@ -39,6 +39,7 @@ HANDLERS: dict[type, Callable[[State, Any], None]] = {
     ev.MigrationFailed: migrations.migration_failed,
     ev.BatchTrained: training.batch_trained,
     ev.BatchFailed: training.batch_failed,
+    ev.BatchRejected: training.batch_rejected,
     ev.WeightsPublished: training.weights_published,
     ev.PublicationFailed: training.publication_failed,
     ev.VersionPinned: training.version_pinned,

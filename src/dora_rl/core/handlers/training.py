@@ -6,6 +6,7 @@ from dora_rl.core.duties import send_batch
 from dora_rl.core.ends import end_group, halt
 from dora_rl.core.events import (
     BatchFailed,
+    BatchRejected,
     BatchTrained,
     PublicationFailed,
     VersionPinned,
@@ -27,7 +28,7 @@ def batch_trained(state: State, event: BatchTrained) -> None:
     trainer.batch = ()
     trainer.step += 1
     trainer.phase = TrainerPhase.PUBLISHING
-    trainer.attempts = 0
+    trainer.attempts = trainer.rejections = 0
     if trainer.trained_at is not None:
         state.estimates.observe_step(state.now - trainer.trained_at)
     trainer.trained_at = state.now
@@ -37,6 +38,29 @@ def batch_trained(state: State, event: BatchTrained) -> None:
 def batch_failed(state: State, event: BatchFailed) -> None:
     if _expected_step(state, event, event.step):
         train_again(state, event.reason)
+
+
+def batch_rejected(state: State, event: BatchRejected) -> None:
+    """The batch itself is at fault: it fails, and the step is taken with another one."""
+    if not _expected_step(state, event, event.step):
+        return
+    trainer = state.trainer
+    if event.groups != trainer.batch:
+        return absorb(state, "duplicate")
+    for name in trainer.batch:
+        end_group(state, state.ledger.groups[name], failed=event.reason)
+    trainer.batch = ()
+    trainer.phase = TrainerPhase.IDLE
+    trainer.rejections += 1
+    if trainer.rejections >= state.settings.max_train_attempts:
+        halt(
+            state,
+            ok=False,
+            reason=f"train step {trainer.step} rejected {trainer.rejections} batches in a row: "
+            f"{event.reason}",
+        )
+    else:
+        _resume(state)
 
 
 def _expected_step(state: State, event: object, step: int) -> bool:
@@ -91,11 +115,16 @@ def weights_published(state: State, event: WeightsPublished) -> None:
         if not instance.hosts and instance.settled and not instance.leaving:
             hosting.convert(state, instance, event.version, None)
     hosting.await_fleet(state)
+    _resume(state)
+    state.rebalance_now = True
+
+
+def _resume(state: State) -> None:
+    """Training is over for now: whoever stood still for it goes on."""
     if state.suspended:
         state.suspended = False
         state.resumed_at = state.now
         state.emit(Resume())
-    state.rebalance_now = True
 
 
 def publication_failed(state: State, event: PublicationFailed) -> None:
