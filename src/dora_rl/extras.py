@@ -11,6 +11,9 @@ from dora_rl.core.errors import UserError
 # The modules that each extra brings, as `pyproject.toml` has them.
 EXTRAS = {
     "engine": ("torch", "safetensors", "tokenizers", "numpy"),
+    "train": ("transformers", "jinja2"),
+    "tasks": ("reasoning_gym", "math_verify"),
+    "datasets": ("datasets",),
     "smollm2": ("transformers", "gguf", "accelerate"),
 }
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from dora_rl.core.errors import UserError
 
@@ -48,17 +48,24 @@ class RunDirectory:
         self._write(METRICS, json.dumps(metrics, indent=2, allow_nan=False) + "\n")
 
     def _write(self, name: str, text: str) -> None:
+        self.write_bytes(name, text.encode())
+
+    def write_bytes(self, name: str, data: bytes) -> None:
         """All or nothing: a reader never sees half a file."""
         partial = self.path / f".{name}.partial"
-        partial.write_text(text, encoding="utf-8")
+        partial.write_bytes(data)
         os.replace(partial, self.path / name)
 
     @contextmanager
+    def lines(self, name: str) -> Iterator[TextIO]:
+        """A new file that grows by lines, buffered, never held as a whole."""
+        with open(self.path / name, "x", encoding="ascii", newline="\n", buffering=_BUFFER) as file:
+            yield file
+
+    @contextmanager
     def journal(self) -> Iterator[Callable[[str], object]]:
-        """A function that appends text to the journal, buffered, never held as a whole."""
-        with open(
-            self.path / JOURNAL, "x", encoding="ascii", newline="\n", buffering=_BUFFER
-        ) as file:
+        """A function that appends text to the journal."""
+        with self.lines(JOURNAL) as file:
             yield file.write
 
 

@@ -1,15 +1,12 @@
 """The weight store: a directory with one directory for each version, complete or not there.
 
     version-00000007/   manifest.json and safetensors files, never changed
-    .publishing-…       a publication that is under way, or whose process died
-    .deleted-…          a version that is being deleted
     .lock               held while publishing; its holder sweeps what the dead left
 
 A version appears by one rename, after all of it is on the disk, and disappears by one.
 """
 
 import hashlib
-import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -17,12 +14,20 @@ from pathlib import Path
 import torch
 
 from dora_rl.core.types import Version
-from dora_rl.weights import checks, disk
+from dora_rl.weights import disk
 from dora_rl.weights.errors import WeightsError
 from dora_rl.weights.huggingface import map_model
 from dora_rl.weights.loading import LoadedWeights, open_version
-from dora_rl.weights.manifest import Manifest, directory_name, read_manifest, version_of
+from dora_rl.weights.manifest import Manifest, read_manifest, version_of
 from dora_rl.weights.tensors import digests, ready, weights_digest
+from dora_rl.weights.versions import (
+    DELETED,
+    PUBLISHING,
+    delete_version,
+    hidden,
+    path_of,
+    sweep,
+)
 from dora_rl.weights.writing import check_tensors, write_version
 
 __all__ = ["MAX_FILE_BYTES", "LoadedWeights", "WeightStore", "open_version"]
@@ -30,8 +35,6 @@ __all__ = ["MAX_FILE_BYTES", "LoadedWeights", "WeightStore", "open_version"]
 MAX_FILE_BYTES = 5_000_000_000  # of one file; what Hugging Face long used
 _LOCK_TIMEOUT_S = 600.0  # longer than a publication takes, short enough to be told of a hung one
 _LOCK = ".lock"
-_PUBLISHING = ".publishing-"
-_DELETED = ".deleted-"
 
 
 class WeightStore:
@@ -43,7 +46,7 @@ class WeightStore:
 
     def path(self, version: Version) -> Path:
         """Where a version is, or would be."""
-        return self.root / directory_name(checks.version_number(version))
+        return path_of(self.root, version)
 
     def versions(self) -> list[Version]:
         """The versions that are published, in order."""
@@ -93,7 +96,7 @@ class WeightStore:
         check_tensors(tensors)
         disk.make_root(self.root)
         with disk.locked(self.root / _LOCK, self._lock_timeout_s):
-            self._sweep(_PUBLISHING, _DELETED)
+            sweep(self.root, PUBLISHING, DELETED)
             if disk.exists(target):
                 return self._same(version, tensors)
             return self._write(version, tensors, max_file_bytes)
@@ -111,33 +114,24 @@ class WeightStore:
         Only for whoever counts the leases of versions: the store does not know who still
         needs one. What has it in memory keeps it; nobody else can open it any more.
         """
-        target = self.path(version)
-        if disk.exists(target):
-            try:
-                disk.rename(target, self._hidden(_DELETED))
-            except WeightsError:
-                if disk.exists(target):
-                    raise  # else another process was faster
-            disk.sync_directory(self.root)  # before a file goes: half a version is never back
-        if disk.exists(self.root):
-            self._sweep(_DELETED)
+        delete_version(self.root, version)
 
     def _write(
         self, version: Version, tensors: Mapping[str, torch.Tensor], max_file_bytes: int
     ) -> Manifest:
-        hidden, target = self._hidden(_PUBLISHING), self.path(version)
+        partial, target = hidden(self.root, PUBLISHING), self.path(version)
         try:
-            disk.make_directory(hidden)
-            manifest = write_version(hidden, version, tensors, max_file_bytes)
-            disk.sync_directory(hidden)
-            disk.rename(hidden, target)
+            disk.make_directory(partial)
+            manifest = write_version(partial, version, tensors, max_file_bytes)
+            disk.sync_directory(partial)
+            disk.rename(partial, target)
             disk.sync_directory(self.root)
         except BaseException:
             # What cannot be removed now stays hidden, and the next publication sweeps it.
             with suppress(WeightsError):
-                if not disk.exists(hidden) and disk.exists(target):
-                    disk.rename(target, hidden)  # not known to be on the disk: not published
-                disk.remove_tree(hidden)
+                if not disk.exists(partial) and disk.exists(target):
+                    disk.rename(target, partial)  # not known to be on the disk: not published
+                disk.remove_tree(partial)
             raise
         return manifest
 
@@ -153,15 +147,6 @@ class WeightStore:
         open_version(self.path(version))
         disk.sync_directory(self.root)  # whoever published it may have died before
         return manifest
-
-    def _sweep(self, *prefixes: str) -> None:
-        """Remove what is hidden and nobody's; `.publishing-…` is, for the holder of the lock."""
-        for name in disk.names(self.root):
-            if name.startswith(prefixes):
-                disk.remove_tree(self.root / name)
-
-    def _hidden(self, prefix: str) -> Path:
-        return self.root / f"{prefix}{secrets.token_hex(8)}"
 
     def _check_published(self, version: Version) -> None:
         if not disk.exists(self.path(version)):

@@ -1,0 +1,35 @@
+"""From a loss a token to one number: weights that make it a plain weighted sum.
+
+Computed once over a whole mini-batch. A micro-batch takes its slice of them, so accumulated
+gradients are the same however the mini-batch is split.
+"""
+
+import torch
+from torch import Tensor
+
+from dora_rl.algorithms.settings import Aggregation
+from dora_rl.algorithms.shapes import check_same, check_sequences, sequence_sum
+
+
+def weights(mask_T: Tensor, sequence_T: Tensor, mode: Aggregation, *, max_tokens: int) -> Tensor:
+    """`weights_T` with loss = sum(weights_T * loss_T); 0 where the mask is.
+
+    - `token`: 1 / tokens; every token counts alike (DAPO, arXiv 2503.14476).
+    - `sequence`: 1 / (sequences · its tokens); every sequence counts alike (GRPO, arXiv
+      2402.03300). Sequences that are wholly masked out do not count.
+    - `constant`: 1 / (sequences · max_tokens); a token counts the same in every batch
+      (Dr. GRPO, arXiv 2503.20783). Sequences that are wholly masked out do count.
+    """
+    check_same(mask_T=mask_T, sequence_T=sequence_T)
+    check_sequences(sequence_T)
+    trained_T = (mask_T != 0).to(torch.float32)
+    match mode:
+        case "token":
+            return trained_T / trained_T.sum().clamp(min=1)
+        case "sequence":
+            count_N = sequence_sum(trained_T, sequence_T)
+            weight_N = 1.0 / (count_N.clamp(min=1) * (count_N > 0).sum().clamp(min=1))
+            return trained_T * weight_N[sequence_T]
+        case "constant":
+            num_sequences = max(1, int(torch.unique_consecutive(sequence_T).numel()))
+            return trained_T * (1 / (num_sequences * max_tokens))

@@ -1,0 +1,188 @@
+"""The configuration of a run: all sections of the TOML file, checked against each other.
+
+Each part declares its own section; here they meet. Free of torch, so that a mistake is told
+before anything heavy is imported.
+"""
+
+import os
+from dataclasses import asdict, replace
+from typing import Any, Literal, NamedTuple
+
+from pydantic import Field, field_serializer, model_validator
+
+from dora_rl.algorithms.settings import AlgorithmSettings, check
+from dora_rl.config import ConfigModel
+from dora_rl.core.paradigms import PARADIGMS
+from dora_rl.core.settings import Settings
+from dora_rl.tasks.settings import TaskSettings
+from dora_rl.trainer.settings import TrainSettings
+
+_MOST_VERSIONS = 8  # in one engine, unless the user says so: each costs memory, and splits batches
+
+
+class ModelSettings(ConfigModel):
+    """`[model]`: the initial policy."""
+
+    path: str = Field(
+        min_length=1, description="a Hugging Face model directory, or a packaged model's name"
+    )
+
+
+class RolloutSettings(ConfigModel):
+    """`[rollout]`: an instance of the engine, and how it samples."""
+
+    slots: int = Field(default=32, ge=1, le=65_536, description="trajectories that run at once")
+    version_slots: int | None = Field(
+        default=None,
+        ge=1,
+        le=1000,
+        description="versions that one engine serves at once; else as many as may be live",
+    )
+    kv_budget_tokens: int | None = Field(
+        default=None, ge=1, description="KV memory; else what the slots can use"
+    )
+    kv_dtype: Literal["float32", "bfloat16"] = "float32"
+    prefill_chunk: int = Field(default=512, ge=1, description="prompt tokens read in one step")
+    deterministic: bool | None = Field(
+        default=None, description="bit-exact whatever the batch; else in `inline` only"
+    )
+    max_tokens: int = Field(default=256, ge=1, description="of a response, all turns together")
+    temperature: float = Field(
+        default=1.0, gt=0, description="of sampling; the trainer divides its logits by it too"
+    )
+    top_k: int = Field(default=0, ge=0, description="0: no limit")
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    stop: tuple[str, ...] = Field(default=(), description="strings that end a turn")
+
+
+class LogicalTime(ConfigModel):
+    """`[runtime.inline]`: how long things take on the logical clock."""
+
+    step_s: float = Field(default=0.01, gt=0, description="one step of an engine")
+    train_token_s: float = Field(default=2e-4, ge=0, description="training, for each token")
+    score_s: float = Field(default=0.01, ge=0, description="one reward, one turn")
+    publish_s: float = Field(default=0.02, ge=0)
+
+
+class RuntimeSettings(ConfigModel):
+    """`[runtime]`: where the parts of a run live."""
+
+    kind: Literal["local", "inline"] = Field(
+        default="local", description="processes of this machine, or all in one on a logical clock"
+    )
+    instances: int = Field(default=1, ge=1, le=1024, description="rollout processes")
+    rollout_threads: int | None = Field(default=None, ge=1, description="of one; else by the cores")
+    train_threads: int | None = Field(default=None, ge=1, description="else by the cores")
+    report_period_s: float = Field(default=0.5, ge=0.01, description="heartbeat of an instance")
+    start_timeout_s: float = Field(
+        default=300.0, gt=0, description="a process that is not ready by then has failed"
+    )
+    stop_timeout_s: float = Field(
+        default=600.0, gt=0, description="for the last step and its checkpoint after Ctrl-C"
+    )
+    inline: LogicalTime = LogicalTime()
+
+
+class RunSettings(ConfigModel):
+    """`[run]`: how long, from which seed, and what is kept."""
+
+    steps: int = Field(default=100, ge=1, description="train steps")
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    out: str | None = Field(default=None, description="the run directory; else runs/DATE-TIME")
+    checkpoint_every: int | None = Field(
+        default=None, ge=1, description="steps between checkpoints; else only the last"
+    )
+    keep_checkpoints: int = Field(default=2, ge=1, description="older ones are deleted")
+
+
+class Threads(NamedTuple):
+    """How the cores are shared out."""
+
+    rollout: int  # of each instance
+    train: int
+
+
+class RunConfig(ConfigModel):
+    """A whole run."""
+
+    model: ModelSettings
+    task: TaskSettings = Field(default_factory=lambda: TaskSettings())
+    algorithm: AlgorithmSettings = AlgorithmSettings()
+    train: TrainSettings = TrainSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    orchestration: Settings = Settings()
+    runtime: RuntimeSettings = RuntimeSettings()
+    run: RunSettings = RunSettings()
+
+    @field_serializer("orchestration")
+    def _without_steps(self, settings: Settings) -> dict[str, Any]:
+        plain = asdict(settings)
+        del plain["max_steps"], plain["version_slots"]  # other sections say them
+        return plain
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "RunConfig":
+        if self.orchestration.max_steps not in (0, self.run.steps):
+            raise ValueError(
+                f"orchestration.max_steps is run.steps ({self.run.steps}) in a run: "
+                f"`{self.orchestration.max_steps}`. Remove it."
+            )
+        if self.orchestration.version_slots != 1:
+            raise ValueError(
+                "orchestration.version_slots is rollout.version_slots in a run: "
+                f"`{self.orchestration.version_slots}`. Set it there."
+            )
+        self.warnings()
+        return self
+
+    def warnings(self) -> list[str]:
+        """What is allowed, and may not be meant."""
+        core = self.settings()
+        found = check(
+            self.algorithm,
+            group_size=core.group_size,
+            max_staleness=PARADIGMS[core.paradigm].max_staleness(core),
+            multi_epoch=self.train.minibatches > 1,
+        )
+        rollout = self.rollout
+        if rollout.top_p < 1 or rollout.top_k or rollout.min_p:
+            found.append(
+                "top_p, top_k and min_p sample from another distribution than the trainer's: "
+                "ratios are biased. Use 1, 0 and 0."
+            )
+        return found
+
+    def settings(self) -> Settings:
+        """What the core is told."""
+        core = self.orchestration
+        paradigm = PARADIGMS[core.paradigm]
+        live = paradigm.max_staleness(core) + 1 if paradigm.pins_version else 1
+        return replace(
+            core,
+            max_steps=self.run.steps,
+            version_slots=self.rollout.version_slots or min(live, _MOST_VERSIONS),
+        )
+
+    @property
+    def colocated(self) -> bool:
+        """Training and rollout take turns, so each may have every core."""
+        return PARADIGMS[self.orchestration.paradigm].colocated
+
+    @property
+    def deterministic(self) -> bool:
+        wish = self.rollout.deterministic
+        return self.runtime.kind == "inline" if wish is None else wish
+
+    def threads(self, cores: int | None = None) -> Threads:
+        """Threads of each process, so that those that run at once do not fight for cores."""
+        cores = cores or len(os.sched_getaffinity(0))
+        runtime = self.runtime
+        train = runtime.train_threads or self.train.threads
+        if train is None:
+            train = cores if self.colocated else max(1, cores // 2)
+        rollout = runtime.rollout_threads
+        if rollout is None:
+            left = cores if self.colocated else cores - train * self.train.processes
+            rollout = max(1, left // runtime.instances)
+        return Threads(rollout, train)

@@ -1,0 +1,203 @@
+"""A whole asynchronous run in one process, on a logical clock: a function of its seed.
+
+Engines step, rewards are computed and batches are trained for real; only time is not. Everything
+that takes time ends at an instant that follows from the configuration, so two runs of the same
+seed write the same journal and end with the same weights. For tests, debugging and notebooks.
+"""
+
+from typing import Any
+
+import msgspec
+
+from dora_rl.core.types import InstanceId, Version
+from dora_rl.engines.base import Engine
+from dora_rl.runtime import messages as ms
+from dora_rl.runtime.driver import Driver
+from dora_rl.runtime.engines import make_engine, sampling_of
+from dora_rl.runtime.errors import RunFailed
+from dora_rl.runtime.rollout import RolloutInstance
+from dora_rl.runtime.saving import Saver
+from dora_rl.runtime.session import Ending, Session
+from dora_rl.runtime.training import TrainerPart
+from dora_rl.simulator.clock import Clock
+from dora_rl.tasks.workers.scores import ScoreJob
+from dora_rl.weights.store import WeightStore
+
+
+class InlineRuntime:
+    """Carries a session's messages in its own process; the `Outside` of the driver."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._config = session.config
+        self._time = session.config.runtime.inline
+        self._clock = Clock()
+        self._store = WeightStore(session.weights)
+        self._instances: dict[InstanceId, RolloutInstance] = {}
+        self._stepping: set[InstanceId] = set()
+        self._timer = 0
+        self.driver = Driver(
+            session.orchestrator,
+            session.plan.task,
+            session.judge,
+            self,
+            session.exchange,
+            session.listeners,
+        )
+        self._saver = Saver(self.driver, session, self)
+        self.driver.listeners.append(self._saver)
+
+    def run(self) -> Ending:
+        """Until the core halts, or the run is asked to stop."""
+        config, plan = self._config, self._session.plan
+        self._trainer = TrainerPart.open(config, plan.model, self._store)
+        self._scores = plan.task.score_pool() if plan.task.rewards else None
+        self._episodes = plan.task.environment_pool() if plan.task.has_environment else None
+        try:
+            for name in range(config.runtime.instances):
+                self._join(name, make_engine(config, plan.model))
+            self.to_trainer(ms.PublishVersion(0))
+            while not self._saver.done:
+                if self.driver.halted is not None:
+                    self._saver.halted()
+                if self._clock.next_time() is None:
+                    raise RunFailed("nothing is left to happen, and the core has not halted")
+                self._clock.step()
+            return self._saver.ending()
+        finally:
+            list(self._trainer.handle(ms.Shutdown()))
+            for instance in self._instances.values():
+                instance.handle(ms.Shutdown())
+            for pool in (self._scores, self._episodes):
+                if pool is not None:
+                    pool.close()
+
+    def stop(self) -> None:
+        """Finish the step that is under way, save, and end."""
+        self._saver.stop(list(self._instances))
+
+    def _join(self, name: InstanceId, engine: Engine) -> None:
+        instance = RolloutInstance(
+            name,
+            0,
+            engine,
+            self._store.path,
+            sampling_of(self._config),
+            self._config.run.seed,
+            clock=self.now,
+        )
+        self._instances[name] = instance
+        instance.join()
+        self._collect(instance)
+        self._clock.after(self._config.runtime.report_period_s, self._heartbeat, instance)
+
+    def _heartbeat(self, instance: RolloutInstance) -> None:
+        instance.report()
+        self._collect(instance)
+        self._clock.after(self._config.runtime.report_period_s, self._heartbeat, instance)
+
+    def _collect(self, instance: RolloutInstance) -> None:
+        """Deliver what an instance has to say, and let it go on."""
+        for message in instance.outbox:
+            self._clock.after(0.0, self._from_rollout, (instance.instance, _carried(message)))
+        instance.outbox.clear()
+        if instance.busy and instance.instance not in self._stepping:
+            self._stepping.add(instance.instance)
+            self._clock.after(self._time.step_s, self._step, instance)
+
+    def _step(self, instance: RolloutInstance) -> None:
+        self._stepping.discard(instance.instance)
+        if instance.busy:
+            instance.step()
+        self._collect(instance)
+
+    def _from_rollout(self, argument: tuple[InstanceId, ms.FromRollout]) -> None:
+        self.driver.from_rollout(*argument)
+        self._saver.from_rollout(*argument)
+
+    # What the driver asks for
+
+    def now(self) -> float:
+        return self._clock.now
+
+    def set_timer(self, at: float) -> None:
+        self._timer += 1
+        self._clock.at(at, self._ring, self._timer)
+
+    def _ring(self, timer: int) -> None:
+        if timer == self._timer:
+            self.driver.ring()
+
+    def to_rollout(self, instance: InstanceId, message: ms.ToRollout) -> None:
+        self._clock.after(0.0, self._deliver, (instance, _carried(message)))
+
+    def _deliver(self, argument: tuple[InstanceId, ms.ToRollout]) -> None:
+        name, message = argument
+        instance = self._instances[name]
+        instance.handle(message)
+        self._collect(instance)
+
+    def to_every_rollout(self, message: ms.ToRollout) -> None:
+        for name in self._instances:
+            self.to_rollout(name, message)
+
+    def to_trainer(self, message: ms.ToTrainer) -> None:
+        self._clock.after(0.0, self._train, message)
+
+    def _train(self, message: ms.ToTrainer) -> None:
+        for answer in self._trainer.handle(message):
+            self._clock.after(self._duration(message), self._from_trainer, answer)
+
+    def _from_trainer(self, message: ms.FromTrainer) -> None:
+        self.driver.from_trainer(message)
+        self._saver.from_trainer(message)
+
+    def _duration(self, message: ms.ToTrainer) -> float:
+        match message:
+            case ms.TrainOn():
+                tokens = sum(
+                    len(sample.trajectory.prompt) + len(sample.trajectory.tokens)
+                    for sample in message.samples
+                )
+                return tokens * self._time.train_token_s
+            case ms.PublishVersion():
+                return self._time.publish_s
+        return 0.0
+
+    def expel(self, instance: InstanceId, incarnation: int, reason: str) -> None:
+        raise RunFailed(f"instance {instance} had to be given up: {reason}")
+
+    def delete(self, version: Version) -> None:
+        self._store.delete(version)
+
+    def score(self, ticket: int, job: ScoreJob) -> None:
+        assert self._scores is not None
+        outcome = msgspec.structs.replace(self._scores.run(job), ticket=ticket)
+        self._clock.after(self._time.score_s, self.driver.scored, outcome)
+
+    def open_episode(self, ticket: int, example: dict[str, Any]) -> None:
+        assert self._episodes is not None
+        self._episodes.open(ticket, example)
+        self._await_episode()
+
+    def step_episode(self, ticket: int, text: str) -> None:
+        assert self._episodes is not None
+        self._episodes.step(ticket, text)
+        self._await_episode()
+
+    def _await_episode(self) -> None:
+        """The environment's real time is not the run's."""
+        assert self._episodes is not None
+        while not (replies := self._episodes.poll(1.0)):
+            pass
+        for reply in replies:
+            self._clock.after(self._time.score_s, self.driver.answered, reply)
+
+    def discard_episode(self, ticket: int) -> None:
+        assert self._episodes is not None
+        self._episodes.discard(ticket)
+
+
+def _carried(message: Any) -> Any:
+    """As it would arrive in another process."""
+    return ms.decode(ms.encode(message))

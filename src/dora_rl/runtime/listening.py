@@ -1,0 +1,31 @@
+"""Who watches a run: the journal, the audit, metrics, the display, the timeline."""
+
+from collections.abc import Sequence
+
+from dora_rl.core.commands import Command
+from dora_rl.core.events import Event
+from dora_rl.core.types import InstanceId
+from dora_rl.runtime import messages as ms
+from dora_rl.samples import Sample
+
+
+class Listener:
+    """What the driver tells; a listener overrides what it wants to hear. It changes nothing."""
+
+    def observed(self, now: float, event: Event, commands: Sequence[Command]) -> None:
+        """The core has handled an event; its commands are not performed yet."""
+
+    def refused(self, now: float, event: Event, reason: str) -> None:
+        """The core made no sense of an event, and changed nothing."""
+
+    def trained(self, now: float, report: ms.Trained, samples: Sequence[Sample]) -> None:
+        """A step was taken on these samples."""
+
+    def rejected(self, now: float, report: ms.Rejected) -> None:
+        """A batch was refused by the trainer."""
+
+    def published(self, now: float, report: ms.Published) -> None:
+        """A version is complete in the store."""
+
+    def used(self, now: float, instance: InstanceId, used: ms.Used) -> None:
+        """An instance reports its counters."""

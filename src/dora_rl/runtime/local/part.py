@@ -1,0 +1,126 @@
+"""What a process beside the driver runs: `python -m dora_rl.runtime.local.part FD`.
+
+The first message says what it is to be. It ends when it is told to, when the driver is gone, or
+when it cannot go on, and then says why.
+"""
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from dora_rl.config import validate
+from dora_rl.core.errors import UserError
+from dora_rl.runtime import messages as ms
+from dora_rl.runtime.config import RunConfig
+from dora_rl.runtime.local.channel import Channel, Gone
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(fd: int) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides what an interrupt means
+    channel = Channel(socket.socket(fileno=fd))
+    try:
+        _run(channel)
+    except Gone:
+        return 1
+    except UserError as error:
+        channel.send(ms.Broken(str(error), user=True))
+        return 2
+    except Exception as error:
+        traceback.print_exc()
+        channel.send(ms.Broken(f"{type(error).__name__}: {error}", user=False))
+        return 1
+    return 0
+
+
+def _run(channel: Channel) -> None:
+    setup = _first(channel)
+    _die_with(setup.driver)
+    config = validate(RunConfig, setup.config, "the driver's configuration")
+    _limit_threads(setup.threads)
+    if setup.role == "trainer":
+        _serve_training(channel, setup, config)
+    else:
+        _serve_rollout(channel, setup, config)
+
+
+def _first(channel: Channel) -> ms.Setup:
+    while True:
+        for message in channel.receive():
+            if not isinstance(message, ms.Setup):
+                raise TypeError(f"the first message must be a setup: {message}")
+            return message
+
+
+def _serve_rollout(channel: Channel, setup: ms.Setup, config: RunConfig) -> None:
+    from dora_rl.runtime.engines import make_engine, sampling_of
+    from dora_rl.runtime.rollout import RolloutInstance
+    from dora_rl.weights.store import WeightStore
+
+    instance = RolloutInstance(
+        setup.instance,
+        setup.incarnation,
+        make_engine(config, Path(setup.model)),
+        WeightStore(Path(setup.weights)).path,
+        sampling_of(config),
+        config.run.seed,
+    )
+    instance.join()
+    period_s = config.runtime.report_period_s
+    report_at = time.monotonic() + period_s
+    while True:
+        # Nothing but the next report is due while there is no work.
+        wait_s = 0.0 if instance.busy else max(0.0, report_at - time.monotonic())
+        while channel.wait(wait_s):
+            for message in channel.receive():
+                if isinstance(message, ms.Shutdown):
+                    return
+                instance.handle(message)  # type: ignore[arg-type]
+            wait_s = 0.0
+        if instance.busy:
+            instance.step()
+        if time.monotonic() >= report_at:
+            report_at = time.monotonic() + period_s
+            instance.report()
+        for answer in instance.outbox:
+            channel.send(answer)
+        instance.outbox.clear()
+
+
+def _serve_training(channel: Channel, setup: ms.Setup, config: RunConfig) -> None:
+    from dora_rl.runtime.training import TrainerPart
+    from dora_rl.weights.store import WeightStore
+
+    checkpoint = Path(setup.checkpoint) if setup.checkpoint else None
+    part = TrainerPart.open(config, Path(setup.model), WeightStore(Path(setup.weights)), checkpoint)
+    channel.send(ms.TrainerReady())
+    while True:
+        for message in channel.receive():
+            for answer in part.handle(message):  # type: ignore[arg-type]
+                channel.send(answer)
+            if isinstance(message, ms.Shutdown):
+                return
+
+
+def _limit_threads(threads: int) -> None:
+    import torch
+
+    torch.set_num_threads(threads)
+
+
+def _die_with(driver: int) -> None:
+    """Leave no orphan, whatever the driver dies of."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != driver:  # it died before we asked to die with it
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

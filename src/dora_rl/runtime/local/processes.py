@@ -1,0 +1,88 @@
+"""The process of one part: started with its share of the cores, watched, and ended for sure."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from dora_rl.runtime import messages as ms
+from dora_rl.runtime.local.channel import Channel, Gone
+
+_LAST_WORDS = 2000  # bytes of a log that may tell why a process died
+_END_S = 5.0  # from being told to end to being killed
+
+
+class PartProcess:
+    """One running part. `name` is for messages, `log` for what it prints."""
+
+    def __init__(self, name: str, setup: ms.Setup, log: Path) -> None:
+        self.name = name
+        self._log = log
+        ours, theirs = socket.socketpair()
+        with theirs, open(log, "ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "dora_rl.runtime.local.part", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=(theirs.fileno(),),
+                env=_environment(setup.threads),
+                start_new_session=True,  # an interrupt at the terminal is the driver's alone
+            )
+        ours.setblocking(False)
+        self.channel = Channel(ours)
+        with suppress(Gone):  # its death is noticed by whoever reads
+            self.channel.send(setup)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def death(self) -> str:
+        """What it died of, in one line; waits for the death."""
+        try:
+            code = self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            code = self._process.wait()
+        how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+        words = self._last_words()
+        return f"{self.name} ended with {how}{f': {words}' if words else ''}"
+
+    def _last_words(self) -> str:
+        with suppress(OSError), open(self._log, "rb") as file:
+            file.seek(max(0, self._log.stat().st_size - _LAST_WORDS))
+            lines = file.read().decode(errors="replace").strip().splitlines()
+            return lines[-1].strip() if lines else ""
+        return ""
+
+    def kill(self) -> None:
+        """End it at once, with whatever it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Ask it to end, and see to it that it does."""
+        with suppress(Gone, OSError):
+            self.channel.send(ms.Shutdown())
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+        self.kill()
+        self._process.wait()
+        self.channel.close()
+
+
+def _environment(threads: int) -> dict[str, str]:
+    """Threads that wait must not spin: the cores belong to whoever computes."""
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "OPENBLAS_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }

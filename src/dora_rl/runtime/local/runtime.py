@@ -1,0 +1,279 @@
+"""The loop of a local run: carries messages between the driver and the processes, keeps time.
+
+It takes no decision about the run. A rollout process that dies is reported and replaced; a
+trainer that dies ends the run; every wait has an end that names the culprit.
+"""
+
+import os
+import selectors
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dora_rl.core.errors import UserError
+from dora_rl.core.types import InstanceId, Version
+from dora_rl.runtime import messages as ms
+from dora_rl.runtime.driver import Driver
+from dora_rl.runtime.errors import RunFailed
+from dora_rl.runtime.local.channel import Gone
+from dora_rl.runtime.local.processes import PartProcess
+from dora_rl.runtime.saving import Saver
+from dora_rl.runtime.session import Ending, Session
+from dora_rl.tasks.workers.scores import ScoreJob
+from dora_rl.weights.versions import delete_version
+
+_LONGEST_WAIT_S = 0.5  # so that an interrupt is noticed soon
+_FEWEST_S = 5.0  # an instance that dies sooner than this after its start did not serve
+_MOST_RESTARTS = 3  # in a row, of an instance that never served
+
+
+@dataclass(slots=True)
+class _Instance:
+    """One rollout instance, whichever process it is now."""
+
+    name: InstanceId
+    process: PartProcess
+    incarnation: int = 0
+    joined: bool = False
+    started_at: float = 0.0
+    failures: int = 0  # starts in a row that came to nothing
+    last_words: str = ""
+
+
+class LocalRuntime:
+    """Carries a session's messages between processes; the `Outside` of the driver."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._config = session.config
+        self._selector = selectors.DefaultSelector()
+        self._instances: dict[InstanceId, _Instance] = {}
+        self._trainer: PartProcess | None = None
+        self._timer_at: float | None = None
+        self._began = time.monotonic()
+        self._asked_to_stop = False
+        self._stop_by: float | None = None
+        self._trainer_ready = False
+        self.driver = Driver(
+            session.orchestrator,
+            session.plan.task,
+            session.judge,
+            self,
+            session.exchange,
+            session.listeners,
+        )
+        self._saver = Saver(self.driver, session, self)
+        self.driver.listeners.append(self._saver)
+
+    def stop(self) -> None:
+        """Finish the step that is under way, save, and end. Safe to call from a signal."""
+        self._asked_to_stop = True
+
+    def run(self) -> Ending:
+        """Until the core halts, or the run was asked to stop and has saved."""
+        task = self._session.plan.task
+        (self._session.plan.out / "logs").mkdir()
+        self._scores = task.score_pool() if task.rewards else None
+        self._episodes = task.environment_pool() if task.has_environment else None
+        try:
+            for pool in (self._scores, self._episodes):
+                if pool is not None:
+                    for fd in pool.filenos():
+                        self._selector.register(fd, selectors.EVENT_READ, None)
+            self._start_trainer()
+            for name in range(self._config.runtime.instances):
+                self._start_instance(name, 0)
+            while not self._saver.done:
+                self._turn()
+            return self._saver.ending()
+        finally:
+            self._end_parts()
+            for pool in (self._scores, self._episodes):
+                if pool is not None:
+                    pool.close()
+            self._selector.close()
+
+    def _turn(self) -> None:
+        """Wait for whatever comes next, and let the driver have it."""
+        for key, mask in self._selector.select(self._wait_s()):
+            if key.data is not None:
+                self._serve(key.data, mask)
+        if self._scores is not None:
+            for outcome in self._scores.poll():
+                self.driver.scored(outcome)
+        if self._episodes is not None:
+            for reply in self._episodes.poll():
+                self.driver.answered(reply)
+        if self._timer_at is not None and self.now() >= self._timer_at:
+            self._timer_at = None
+            self.driver.ring()
+        if self.driver.halted is not None:
+            self._saver.halted()
+        self._check_waits()
+
+    def _wait_s(self) -> float:
+        waits = [_LONGEST_WAIT_S]
+        if self._timer_at is not None:
+            waits.append(self._timer_at - self.now())
+        for pool in (self._scores, self._episodes):
+            due = pool.due_in_s() if pool is not None else None
+            if due is not None:
+                waits.append(due)
+        return max(0.0, min(waits))
+
+    def _check_waits(self) -> None:
+        if self._asked_to_stop and not self._saver.stopping:
+            self._stop_by = self.now() + self._config.runtime.stop_timeout_s
+            self._saver.stop([i.name for i in self._instances.values() if i.joined])
+        if self._stop_by is not None and self.now() > self._stop_by:
+            raise RunFailed(
+                f"the last step and its checkpoint took longer than runtime.stop_timeout_s: "
+                f"`{self._config.runtime.stop_timeout_s}`. Raise it."
+            )
+        limit = self._config.runtime.start_timeout_s
+        if not self._trainer_ready and self.now() > limit:
+            raise RunFailed(f"the trainer was not ready after {limit:.0f} s")
+        for instance in self._instances.values():
+            if not instance.joined and self.now() > instance.started_at + limit:
+                instance.process.kill()  # its death is handled like any other
+
+    # Processes
+
+    def _setup(self, role: Literal["rollout", "trainer"], threads: int, **more: Any) -> ms.Setup:
+        session = self._session
+        return ms.Setup(
+            role=role,
+            config=self._config.model_dump(mode="json", exclude_none=True),
+            model=str(session.plan.model.resolve()),
+            weights=str(session.weights.resolve()),
+            threads=threads,
+            driver=os.getpid(),
+            **more,
+        )
+
+    def _start_trainer(self) -> None:
+        setup = self._setup("trainer", self._config.threads().train)
+        log = self._session.plan.out / "logs" / "trainer.log"
+        self._trainer = PartProcess("the trainer", setup, log)
+        self._watch(self._trainer)
+
+    def _start_instance(self, name: InstanceId, incarnation: int, failures: int = 0) -> None:
+        setup = self._setup(
+            "rollout", self._config.threads().rollout, instance=name, incarnation=incarnation
+        )
+        log = self._session.plan.out / "logs" / f"rollout-{name}.log"
+        process = PartProcess(f"rollout instance {name}", setup, log)
+        self._instances[name] = _Instance(
+            name, process, incarnation, started_at=self.now(), failures=failures
+        )
+        self._watch(process)
+
+    def _watch(self, process: PartProcess) -> None:
+        self._selector.register(process.channel.socket, selectors.EVENT_READ, process)
+
+    def _serve(self, process: PartProcess, mask: int) -> None:
+        try:
+            if mask & selectors.EVENT_WRITE:
+                process.channel.flush()
+                self._watch_writes(process)
+            if mask & selectors.EVENT_READ:
+                for message in process.channel.receive():
+                    self._take(process, message)
+        except Gone:
+            self._died(process)
+
+    def _take(self, process: PartProcess, message: Any) -> None:
+        if isinstance(message, ms.Broken):
+            if message.user:
+                raise UserError(message.reason)
+            return  # its death follows, and its log says more
+        if process is self._trainer:
+            if isinstance(message, ms.TrainerReady):
+                self._trainer_ready = True
+                self.to_trainer(ms.PublishVersion(0))
+            self.driver.from_trainer(message)
+            self._saver.from_trainer(message)
+            return
+        for instance in self._instances.values():
+            if instance.process is process:
+                instance.joined = True
+                self.driver.from_rollout(instance.name, message)
+                self._saver.from_rollout(instance.name, message)
+                return
+
+    def _died(self, process: PartProcess) -> None:
+        self._selector.unregister(process.channel.socket)
+        process.channel.close()
+        why = process.death()
+        process.kill()
+        if process is self._trainer:
+            raise RunFailed(f"{why}. See {self._session.plan.out / 'logs' / 'trainer.log'}.")
+        instance = next(i for i in self._instances.values() if i.process is process)
+        failures = 0 if self.now() - instance.started_at > _FEWEST_S else instance.failures + 1
+        if failures > _MOST_RESTARTS:
+            raise RunFailed(f"{why}, {failures} times in a row")
+        self.driver.lost(instance.name, instance.incarnation, why)
+        self._saver.lost(instance.name)
+        self._start_instance(instance.name, instance.incarnation + 1, failures)
+
+    def _end_parts(self) -> None:
+        parts = [instance.process for instance in self._instances.values()]
+        for process in [*parts, *([self._trainer] if self._trainer else [])]:
+            with suppress(KeyError, ValueError):
+                self._selector.unregister(process.channel.socket)
+            process.end()
+
+    def _send(self, process: PartProcess, message: ms.Message) -> None:
+        with suppress(Gone):  # its death is noticed by whoever reads
+            process.channel.send(message)
+            self._watch_writes(process)
+
+    def _watch_writes(self, process: PartProcess) -> None:
+        events = selectors.EVENT_READ
+        if process.channel.unsent:
+            events |= selectors.EVENT_WRITE
+        with suppress(KeyError, ValueError):
+            self._selector.modify(process.channel.socket, events, process)
+
+    # What the driver asks for
+
+    def now(self) -> float:
+        return time.monotonic() - self._began
+
+    def set_timer(self, at: float) -> None:
+        self._timer_at = at
+
+    def to_rollout(self, instance: InstanceId, message: ms.ToRollout) -> None:
+        self._send(self._instances[instance].process, message)
+
+    def to_every_rollout(self, message: ms.ToRollout) -> None:
+        for instance in self._instances.values():
+            self._send(instance.process, message)
+
+    def to_trainer(self, message: ms.ToTrainer) -> None:
+        assert self._trainer is not None
+        self._send(self._trainer, message)
+
+    def expel(self, instance: InstanceId, incarnation: int, reason: str) -> None:
+        if self._instances[instance].incarnation == incarnation:
+            self._instances[instance].process.kill()
+
+    def delete(self, version: Version) -> None:
+        delete_version(self._session.weights, version)
+
+    def score(self, ticket: int, job: ScoreJob) -> None:
+        assert self._scores is not None
+        self._scores.submit(ticket, job)
+
+    def open_episode(self, ticket: int, example: dict[str, Any]) -> None:
+        assert self._episodes is not None
+        self._episodes.open(ticket, example)
+
+    def step_episode(self, ticket: int, text: str) -> None:
+        assert self._episodes is not None
+        self._episodes.step(ticket, text)
+
+    def discard_episode(self, ticket: int) -> None:
+        assert self._episodes is not None
+        self._episodes.discard(ticket)

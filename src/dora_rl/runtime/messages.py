@@ -1,0 +1,269 @@
+"""What the driver and the parts of a run say to each other.
+
+The same objects in one process and, through `encode` and `decode`, between several. Commands and
+events of the core travel as the journal writes them. Nothing here is ever unpickled.
+"""
+
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from dora_rl.core.codec import decode_command, decode_event, encode_command, encode_event
+from dora_rl.core.commands import Command
+from dora_rl.core.events import Event
+from dora_rl.core.types import (
+    Fence,
+    GroupId,
+    MigrationId,
+    Move,
+    Placement,
+    Segment,
+    TrajectoryId,
+    Version,
+)
+from dora_rl.samples import Sample, Span, Trajectory
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+# To any part
+
+
+class Setup(_Message, frozen=True, tag=True, kw_only=True):
+    """The first message to a process: what it is to be."""
+
+    role: Literal["rollout", "trainer"]
+    config: dict[str, Any]
+    model: str
+    weights: str
+    threads: int
+    driver: int
+    instance: int = 0
+    incarnation: int = 0
+    checkpoint: str | None = None
+
+
+class Shutdown(_Message, frozen=True, tag=True):
+    """End the process."""
+
+
+# To a rollout instance
+
+
+class Perform(_Message, frozen=True, tag=True):
+    """A command of the core that needs nothing else."""
+
+    encoded: list[Any]
+
+    @classmethod
+    def of(cls, command: Command) -> "Perform":
+        return cls(encode_command(command))
+
+    @property
+    def command(self) -> Command:
+        return decode_command(self.encoded)
+
+
+class Prefix(msgspec.Struct, frozen=True):
+    """What a trajectory had written when it was saved."""
+
+    trajectory: TrajectoryId
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    segments: tuple[Segment, ...]
+    observed: tuple[Span, ...] = ()
+    turn: int = 0
+
+
+class Begin(_Message, frozen=True, tag=True):
+    """Generate a trajectory; in an episode, stop after each turn and wait for `Continue`."""
+
+    trajectory: TrajectoryId
+    fence: Fence
+    group: GroupId
+    version: Version
+    prompt: tuple[int, ...]
+    episode: bool = False
+    prefix: Prefix | None = None
+
+
+class Continue(_Message, frozen=True, tag=True):
+    """The environment has answered turn `turn`: go on after these tokens."""
+
+    trajectory: TrajectoryId
+    fence: Fence
+    turn: int
+    tokens: tuple[int, ...]
+
+
+class Conclude(_Message, frozen=True, tag=True):
+    """The episode is over: the trajectory is whole as it is."""
+
+    trajectory: TrajectoryId
+    fence: Fence
+
+
+class HandOver(_Message, frozen=True, tag=True):
+    """Migration, at the source: write these to `file`, and keep them until `Release`."""
+
+    migration: MigrationId
+    moves: tuple[Move, ...]
+    file: str
+
+
+class TakeOver(_Message, frozen=True, tag=True):
+    """Migration, at the target: read `file`, and go on with what is in it."""
+
+    migration: MigrationId
+    file: str
+
+
+class SavePrefixes(_Message, frozen=True, tag=True):
+    """Report what every trajectory here has written so far."""
+
+
+# From a rollout instance
+
+
+class Reported(_Message, frozen=True, tag=True):
+    """An event for the core."""
+
+    encoded: list[Any]
+
+    @classmethod
+    def of(cls, event: Event) -> "Reported":
+        return cls(encode_event(event))
+
+    @property
+    def event(self) -> Event:
+        return decode_event(self.encoded)
+
+
+class Finished(_Message, frozen=True, tag=True):
+    """A trajectory is whole; here it is."""
+
+    fence: Fence
+    trajectory: Trajectory
+
+
+class TurnEnded(_Message, frozen=True, tag=True):
+    """A turn of an episode is whole: these tokens are for the environment."""
+
+    trajectory: TrajectoryId
+    fence: Fence
+    turn: int
+    tokens: tuple[int, ...]
+    room: int
+    """Tokens that the trajectory may still have; with fewer than 2 it can only be concluded."""
+
+
+class HandedOver(_Message, frozen=True, tag=True):
+    """Answers `HandOver`: what is in the file; or why there is none."""
+
+    migration: MigrationId
+    moved: tuple[Placement, ...] = ()
+    failure: str | None = None
+
+
+class Prefixes(_Message, frozen=True, tag=True):
+    """Answers `SavePrefixes`."""
+
+    prefixes: tuple[tuple[Fence, Prefix], ...]
+
+
+class Used(_Message, frozen=True, tag=True):
+    """Counters of an instance since it started; each only grows."""
+
+    slots_s: float
+    busy_s: float
+    tokens: int
+    steps: int
+    reread_tokens: int
+    running: int
+    """Trajectories that generate at this moment: not a counter."""
+
+
+# To the trainer
+
+
+class TrainOn(_Message, frozen=True, tag=True):
+    step: int
+    groups: tuple[GroupId, ...]
+    samples: tuple[Sample, ...]
+
+
+class PublishVersion(_Message, frozen=True, tag=True):
+    version: Version
+
+
+class Save(_Message, frozen=True, tag=True):
+    """Write a checkpoint into a directory that is not there yet."""
+
+    directory: str
+
+
+# From the trainer
+
+
+class TrainerReady(_Message, frozen=True, tag=True):
+    """The model is loaded."""
+
+
+class Trained(_Message, frozen=True, tag=True):
+    step: int
+    tokens: int
+    seconds: float
+    metrics: dict[str, float]
+
+
+class Rejected(_Message, frozen=True, tag=True):
+    """The batch gave no finite loss or gradient; the weights are as before."""
+
+    step: int
+    groups: tuple[GroupId, ...]
+    reason: str
+    trajectories: tuple[TrajectoryId, ...]
+
+
+class TrainingFailed(_Message, frozen=True, tag=True):
+    step: int
+    reason: str
+
+
+class Published(_Message, frozen=True, tag=True):
+    version: Version
+    digest: str
+    seconds: float
+
+
+class NotPublished(_Message, frozen=True, tag=True):
+    version: Version
+    reason: str
+
+
+class Saved(_Message, frozen=True, tag=True):
+    directory: str
+    failure: str | None = None
+
+
+class Broken(_Message, frozen=True, tag=True):
+    """A part cannot go on, and says why before it ends; `user` if the input is at fault."""
+
+    reason: str
+    user: bool
+
+
+ToRollout: TypeAlias = (
+    Perform | Begin | Continue | Conclude | HandOver | TakeOver | SavePrefixes | Shutdown
+)
+FromRollout: TypeAlias = Reported | Finished | TurnEnded | HandedOver | Prefixes | Used | Broken
+ToTrainer: TypeAlias = TrainOn | PublishVersion | Save | Shutdown
+FromTrainer: TypeAlias = (
+    TrainerReady | Trained | Rejected | TrainingFailed | Published | NotPublished | Saved | Broken
+)
+Message: TypeAlias = Setup | ToRollout | FromRollout | ToTrainer | FromTrainer
+
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(Message).decode

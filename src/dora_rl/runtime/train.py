@@ -1,0 +1,204 @@
+"""`train`: from a configuration, or from Python objects, to a finished run.
+
+Everything is checked before the run directory is made; what ends there is a run that can be
+audited, whatever happened.
+"""
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dora_rl.config import apply_overrides, load_toml, validate
+from dora_rl.core.audit import AuditReport
+from dora_rl.core.errors import UserError
+from dora_rl.extras import require
+from dora_rl.observe.metrics import Summary
+from dora_rl.runtime.config import RunConfig
+from dora_rl.runtime.recording import StepRecord, Watcher
+from dora_rl.runtime.session import Ending, Plan, Session
+from dora_rl.tasks.task import Task
+
+USER = "dora-rl train"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run that has ended: how, where it is, and what it came to."""
+
+    directory: Path
+    ending: Ending
+    steps: tuple[StepRecord, ...]
+    summary: Summary
+    audit: AuditReport
+
+    @property
+    def ok(self) -> bool:
+        """It ended well, and no promise was broken."""
+        return self.ending.ok and self.audit.ok
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The last checkpoint: a Hugging Face model directory."""
+        found = [
+            (int(path.name.removeprefix("step-")), path)
+            for path in (self.directory / "checkpoints").glob("step-*")
+        ]
+        return max(found)[1] if found else None
+
+
+def read_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
+    """A configuration from a TOML file or a mapping, with `section.key=value` overrides."""
+    if isinstance(source, Mapping):
+        data, name = dict(source), "the configuration"
+    else:
+        data, name = load_toml(source), str(source)
+    return validate(RunConfig, apply_overrides(data, overrides), name)
+
+
+def prepare(
+    config: RunConfig,
+    *,
+    prompts: Any = None,
+    reward: Any = None,
+    environment: Any = None,
+    eval_prompts: Any = None,
+) -> Plan:
+    """Check all that can be checked before anything is started or written."""
+    require(USER, "engine", "train")
+    model = find_model(config.model.path)
+    task = Task.open(
+        config.task,
+        model_directory=model,
+        seed=config.run.seed,
+        prompts=prompts,
+        reward=reward,
+        environment=environment,
+        eval_prompts=eval_prompts,
+    )
+    out = Path(config.run.out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
+    return Plan(config, model, task, out)
+
+
+def find_model(path: str) -> Path:
+    """A model directory, or that of a packaged model by its name."""
+    if path == "quickstart":
+        from dora_rl.quickstart import model_directory
+
+        return model_directory()
+    from dora_rl.models.packaged import find
+
+    return find(path)
+
+
+def execute(
+    plan: Plan,
+    *,
+    watch: Sequence[Watcher] = (),
+    started: Callable[[Session], object] | None = None,
+    warmup_steps: int = 0,
+) -> Run:
+    """Run a plan to its end; `watch` is told of every step."""
+    from dora_rl.runtime.inline import InlineRuntime
+    from dora_rl.runtime.local.runtime import LocalRuntime
+
+    steps: list[StepRecord] = []
+    begin = time.perf_counter()
+    with Session(plan, [steps.append, *watch], warmup_steps=warmup_steps) as session:
+        inline = plan.config.runtime.kind == "inline"
+        runtime = InlineRuntime(session) if inline else LocalRuntime(session)
+        if started is not None:
+            started(session)
+        ending = Ending(False, "the run failed")
+        try:
+            with _interruptible(runtime.stop):
+                ending = runtime.run()
+        except BaseException as error:
+            ending = Ending(False, f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            summary, audit = session.close(ending, time.perf_counter() - begin)
+    return Run(plan.out, ending, tuple(steps), summary, audit)
+
+
+def train(
+    model: str | Path,
+    prompts: Any = None,
+    reward: Any = None,
+    *,
+    environment: Any = None,
+    eval_prompts: Any = None,
+    max_staleness: int | None = None,
+    steps: int | None = None,
+    out: str | Path | None = None,
+    config: str | Path | Mapping[str, Any] | None = None,
+    watch: Sequence[Watcher] = (),
+    **options: Any,
+) -> Run:
+    """Train a language model with multi-version streaming rollout.
+
+    `model` is a Hugging Face directory or a packaged model's name; `prompts` a list, a dataset,
+    a generator function, or a JSONL file's path; `reward` a function of the response and the
+    example. Anything else of the configuration goes into `config` or, by section, into
+    `options`: `train(…, rollout={"slots": 64}, orchestration={"group_size": 4})`.
+    """
+    data: dict[str, Any] = {}
+    if config is not None:
+        data = load_toml(config) if not isinstance(config, Mapping) else _copy(config)
+    for section, values in options.items():
+        if not isinstance(values, Mapping):
+            raise UserError(
+                f"{section} must be a section with its keys: `{values!r}`. "
+                f"Write {section}={{'key': value}}."
+            )
+        data[section] = {**data.get(section, {}), **values}
+    _put(data, "model", "path", str(model))
+    _put(data, "orchestration", "max_staleness", max_staleness)
+    _put(data, "run", "steps", steps)
+    _put(data, "run", "out", None if out is None else str(out))
+    if isinstance(prompts, str | Path):
+        _put(data, "task", "prompts", str(prompts))
+        prompts = None
+    plan = prepare(
+        read_config(data),
+        prompts=prompts,
+        reward=reward,
+        environment=environment,
+        eval_prompts=eval_prompts,
+    )
+    return execute(plan, watch=watch)
+
+
+def _put(data: dict[str, Any], section: str, key: str, value: Any) -> None:
+    if value is not None:
+        data[section] = {**data.get(section, {}), key: value}
+
+
+def _copy(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        section: dict(values) if isinstance(values, Mapping) else values
+        for section, values in config.items()
+    }
+
+
+@contextmanager
+def _interruptible(stop: Callable[[], object]) -> Iterator[None]:
+    """Ctrl-C once asks the run to stop; twice ends it at once. Only the main thread hears it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def once(number: int, frame: object) -> None:
+        stop()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = {number: signal.signal(number, once) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

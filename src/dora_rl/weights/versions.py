@@ -1,0 +1,48 @@
+"""The directory of versions as names alone: where one is, and how one goes. Free of torch.
+
+version-00000007/   manifest.json and safetensors files, never changed
+.publishing-…       a publication that is under way, or whose process died
+.deleted-…          a version that is being deleted
+"""
+
+import secrets
+from pathlib import Path
+
+from dora_rl.core.types import Version
+from dora_rl.weights import checks, disk
+from dora_rl.weights.errors import WeightsError
+from dora_rl.weights.manifest import directory_name
+
+PUBLISHING = ".publishing-"
+DELETED = ".deleted-"
+
+
+def path_of(root: Path, version: Version) -> Path:
+    """Where a version is, or would be."""
+    return root / directory_name(checks.version_number(version))
+
+
+def delete_version(root: Path, version: Version) -> None:
+    """Free a version's storage. Unknown: does nothing."""
+    target = path_of(root, version)
+    if disk.exists(target):
+        try:
+            disk.rename(target, hidden(root, DELETED))
+        except WeightsError:
+            if disk.exists(target):
+                raise  # else another process was faster
+        disk.sync_directory(root)  # before a file goes: half a version is never back
+    if disk.exists(root):
+        sweep(root, DELETED)
+
+
+def sweep(root: Path, *prefixes: str) -> None:
+    """Remove what is hidden and nobody's; `.publishing-…` is, for the holder of the lock."""
+    for name in disk.names(root):
+        if name.startswith(prefixes):
+            disk.remove_tree(root / name)
+
+
+def hidden(root: Path, prefix: str) -> Path:
+    """A name that no reader looks at."""
+    return root / f"{prefix}{secrets.token_hex(8)}"
