@@ -17,7 +17,11 @@ To add an implementation, describe it by a `Harness` and inherit the tests:
 way to break a trajectory. The tests call methods of the contract alone, and few steps of each.
 """
 
-from dora_rl.engines.base import FinishReason
+from dataclasses import replace
+
+import pytest
+
+from dora_rl.engines.base import FinishReason, Request
 from tests.engines.driving import (
     TOKENS,
     Harness,
@@ -25,11 +29,13 @@ from tests.engines.driving import (
     ask,
     assert_as_alone,
     assert_same,
+    read_whole,
     start,
 )
 from tests.engines.moving import CarryTests, MoveTests, ParkingTests, RoomTests
 from tests.engines.serving import NoiseTests, RequestTests, VersionTests
 from tests.engines.storms import StormTests
+from tests.engines.turns import TurnMoveTests, TurnRoomTests, TurnTests
 
 __all__ = ["EngineContract", "FailureContract", "Harness", "StopStringContract"]
 
@@ -42,6 +48,9 @@ class EngineContract(
     RoomTests,
     MoveTests,
     CarryTests,
+    TurnTests,
+    TurnRoomTests,
+    TurnMoveTests,
     StormTests,
 ):
     """Every promise of an engine. Needs a fixture `harness`."""
@@ -73,6 +82,49 @@ class StopStringContract:
         source.until(1, min(4, len(quiet.tokens) - 1))
         source.move(1, target)
         assert_same(harness, target.run()[1], quiet)
+
+    @pytest.mark.parametrize("pause", ["nothing", "move", "crash"])
+    @pytest.mark.parametrize("where", ["said", "across", "sampled"])
+    def test_a_stop_string_is_sampled_in_one_turn(
+        self, harness: Harness, where: str, pause: str
+    ) -> None:
+        """What was said neither is one nor begins one."""
+        request, said, turn = self.two_turns(harness)
+        stop = harness.decode(
+            {"said": said[1:], "across": (*said[2:], turn[0]), "sampled": turn[2:4]}[where]
+        )
+        cut = next((n for n in range(1, len(turn)) if stop in harness.decode(turn[:n])), None)
+        assert (cut is not None) == (where == "sampled")
+        sampling = replace(request.sampling, stop=(stop,))
+        request = replace(request, sampling=sampling)
+        drive, target = start(harness, prefill_chunk=2), start(harness)
+        target.records = drive.records
+        drive.submit(request)
+        drive.until_held(request.trajectory)
+        drive.extend(request.trajectory, said)
+        drive.until(request.trajectory, 1 + len(said) + 1)
+        so_far = tuple(drive.records[request.trajectory].tokens)
+        if pause == "move":
+            drive.move(request.trajectory, target)
+        if pause == "crash":
+            target.submit(replace(request, prefix=so_far, turn_start=1 + len(said)))
+        (drive if pause == "nothing" else target).until_held(request.trajectory)
+        record = drive.records[request.trajectory]
+        assert record.tokens[1 + len(said) :] == turn[:cut]
+        assert (record.finish is FinishReason.STOP_STRING) == (where == "sampled")
+
+    def two_turns(self, harness: Harness) -> tuple[Request, tuple[int, ...], list[int]]:
+        """An episode, what is said in it, and a second turn of several tokens."""
+        said = harness.prompt(77, 5)
+        for trajectory in range(100):
+            free = ask(harness, trajectory, max_tokens=16, hold=True)
+            first = alone(harness, [replace(free, hold=False)])[trajectory].tokens[0]
+            request = replace(free, sampling=replace(free.sampling, stop_token_ids=(first,)))
+            record = read_whole(harness, request, [said])
+            turn = record.tokens[record.turn_start :]
+            if len(set(turn)) > 5:
+                return request, said, turn
+        raise AssertionError("no second turn of six different tokens")
 
 
 class FailureContract:

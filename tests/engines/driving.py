@@ -96,14 +96,34 @@ class Harness:
 
 @dataclass
 class Record:
-    """All that was heard of one trajectory, on whatever engine."""
+    """All that was heard of one trajectory, on whatever engine, and what it was told."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     raw: list[float] = field(default_factory=list)
     labels: list[tuple[Version, str]] = field(default_factory=list)  # of each token
-    finish: FinishReason | None = None
+    finish: FinishReason | None = None  # of the last turn
     failure: str | None = None
+    turn_start: int = 0
+    said: list[tuple[int, ...]] = field(default_factory=list)  # by the environment
+
+    def observe(self, tokens: tuple[int, ...], request: Request) -> None:
+        """What the environment said goes between what was sampled, with nothing to its name."""
+        self.tokens += tokens
+        self.logprobs += [0.0] * len(tokens)
+        self.raw += [0.0] * len(tokens) * request.sampling.raw_logprobs
+        self.labels += [(request.version, "observed")] * len(tokens)
+        self.turn_start = len(self.tokens)
+        self.said.append(tokens)
+        self.finish = None
+
+    def append(self, turn: "Record") -> None:
+        """A turn that another engine sampled."""
+        self.tokens += turn.tokens
+        self.logprobs += turn.logprobs
+        self.raw += turn.raw
+        self.labels += turn.labels
+        self.finish, self.failure = turn.finish, turn.failure
 
     def after(self, cut: int) -> "Record":
         """The same without its first tokens."""
@@ -126,6 +146,7 @@ class Drive:
         self.live: dict[TrajectoryId, Request] = {}
         self.asked: set[TrajectoryId] = set()  # parked by us
         self.no_room: set[TrajectoryId] = set()  # parked by the engine
+        self.held: set[TrajectoryId] = set()  # wait for the environment
         self.parks = 0  # by the engine, in all
 
     def install(self, version: Version, directory: Path) -> str:
@@ -142,6 +163,12 @@ class Drive:
         for request in requests:
             self.engine.submit(request)
             self._enter(request)
+
+    def extend(self, trajectory: TrajectoryId, tokens: tuple[int, ...]) -> None:
+        self.engine.extend(trajectory, tokens)
+        self.held.discard(trajectory)
+        self.records[trajectory].observe(tokens, self.live[trajectory])
+        self.check()
 
     def cancel(self, trajectory: TrajectoryId) -> bool:
         was_here = self.engine.cancel(trajectory)
@@ -164,12 +191,15 @@ class Drive:
         self._ask(trajectory)
         return data
 
-    def take(self, data: bytes, request: Request) -> None:
+    def take(self, data: bytes, request: Request, *, held: bool = False) -> None:
         assert self.engine.import_trajectory(data) == request.trajectory
+        if held:
+            self.held.add(request.trajectory)
         self._enter(request)
 
     def move(self, trajectory: TrajectoryId, target: "Drive") -> None:
-        target.take(self.export(trajectory), self.live[trajectory])
+        held = trajectory in self.held
+        target.take(self.export(trajectory), self.live[trajectory], held=held)
         self.cancel(trajectory)
 
     def carry(self, source: Version, target: Version) -> None:
@@ -208,6 +238,14 @@ class Drive:
             self.step()
         raise AssertionError(f"no {tokens} tokens of {trajectory} in {MAX_STEPS} steps")
 
+    def until_held(self, *trajectories: TrajectoryId) -> None:
+        """Steps until the turns of all these have ended."""
+        for _ in range(MAX_STEPS):
+            if self.held.issuperset(trajectories):
+                return
+            self.step()
+        raise AssertionError(f"no end of turn of {trajectories} in {MAX_STEPS} steps")
+
     def check(self) -> None:
         """What holds at every moment."""
         load = self.engine.load()
@@ -217,12 +255,14 @@ class Drive:
         assert 0 <= load.kv_used_tokens <= load.kv_budget_tokens
         for version, one in load.versions.items():
             here = [t for t, request in self.live.items() if request.version == version]
-            assert one.running + one.waiting + one.parked == len(here)
-            assert one.parked == len((self.asked | self.no_room).intersection(here))
+            assert one.running + one.waiting + one.parked + one.held == len(here)
+            assert one.held == len(self.held.intersection(here))
+            parked = (self.asked | self.no_room) - self.held
+            assert one.parked == len(parked.intersection(here))
             assert 0 <= one.tokens_per_s < math.inf
         if not self.live:
             assert load.kv_used_tokens == 0
-        assert self.engine.idle == (self.live.keys() == self.asked)
+        assert self.engine.idle == (self.live.keys() == self.asked | self.held)
 
     def _enter(self, request: Request) -> None:
         self.live[request.trajectory] = request
@@ -233,6 +273,7 @@ class Drive:
         self.live.pop(trajectory, None)
         self.asked.discard(trajectory)
         self.no_room.discard(trajectory)
+        self.held.discard(trajectory)
 
     def _ask(self, trajectory: TrajectoryId) -> None:
         self.asked.add(trajectory)
@@ -242,6 +283,7 @@ class Drive:
     def _hear(self, output: Output) -> None:
         trajectory = output.trajectory
         assert trajectory in self.live, f"{output} of a trajectory that is not here"
+        assert trajectory not in self.held, f"{output} of one that is held"
         record = self.records[trajectory]
         if isinstance(output, Sampled):
             assert trajectory not in self.asked | self.no_room, f"{output} of one that is parked"
@@ -275,7 +317,10 @@ class Drive:
         if output.finish:
             assert record.finish is None, f"{output} after its end"
             record.finish = output.finish
-            self._forget(output.trajectory)
+            if request.hold:
+                self.held.add(output.trajectory)
+            else:
+                self._forget(output.trajectory)
 
 
 def start(harness: Harness, *versions: Version, **settings: int) -> Drive:
@@ -293,12 +338,13 @@ def ask(
     *,
     length: int = PROMPT,
     seed: int = 11,
+    hold: bool = False,
     **sampling: Any,
 ) -> Request:
     """A request of a few tokens, with a prompt of its own."""
     wishes = Sampling(**{"max_tokens": TOKENS, "ignore_eos": True} | sampling)
     prompt = harness.prompt(trajectory, length)
-    return Request(trajectory, version, prompt, wishes, seed=seed)
+    return Request(trajectory, version, prompt, wishes, seed=seed, hold=hold)
 
 
 def mixed(harness: Harness, *versions: Version) -> list[Request]:
@@ -325,6 +371,18 @@ def alone(harness: Harness, requests: Sequence[Request]) -> dict[TrajectoryId, R
             drive.submit(request)
             harness.quiet[request] = drive.run()[request.trajectory]
     return {request.trajectory: harness.quiet[request] for request in requests}
+
+
+def read_whole(harness: Harness, request: Request, replies: Sequence[tuple[int, ...]]) -> Record:
+    """An episode without holding anything: each turn is alone, and reads all before it anew."""
+    whole = Record()
+    for said in (None, *replies):
+        if said:
+            whole.observe(said, request)
+        so_far = tuple(whole.tokens)
+        turn = replace(request, hold=False, prefix=so_far, turn_start=whole.turn_start)
+        whole.append(alone(harness, [turn])[request.trajectory])
+    return whole
 
 
 def assert_same(harness: Harness, found: Record, quiet: Record, *, anew: bool = False) -> None:

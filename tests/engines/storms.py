@@ -15,10 +15,10 @@ from tests.engines.driving import (
     OLD,
     Drive,
     Harness,
-    alone,
     ask,
     assert_same,
     budget,
+    read_whole,
     start,
 )
 
@@ -43,6 +43,7 @@ class Storm:
         acts = {
             self.step: 12.0,
             self.submit: 5.0,
+            self.extend: 4.0,
             self.move: 3.0,
             self.resume: 3.0,
             self.park: 2.0,
@@ -59,20 +60,23 @@ class Storm:
             for trajectory in sorted(drive.asked):
                 drive.resume(trajectory)
             drive.run()
+            for trajectory in sorted(drive.held):
+                drive.cancel(trajectory)  # the environment has no more to say
         self.judge()
 
     def judge(self) -> None:
         records = self.sides[0].records
         assert records.keys() == self.requests.keys()
         assert not any(drive.live for drive in self.sides)
-        quiet = alone(self.harness, list(self.requests.values()))
         for trajectory, record in records.items():
+            request = self.requests[trajectory]
+            quiet = read_whole(self.harness, request, record.said)
             if trajectory in self.cancelled:
-                assert record.finish is None
-                assert record.tokens == quiet[trajectory].tokens[: len(record.tokens)]
+                assert record.finish is None or request.hold
+                assert record.tokens == quiet.tokens[: len(record.tokens)]
             else:
                 anew = trajectory in self.read_again
-                assert_same(self.harness, record, quiet[trajectory], anew=anew)
+                assert_same(self.harness, record, quiet, anew=anew)
 
     def pick(self, side: int) -> TrajectoryId | None:
         here = list(self.sides[side].live)
@@ -80,6 +84,8 @@ class Storm:
 
     def submit(self, side: int) -> None:
         rng, n = self.rng, len(self.requests)
+        hold = rng.random() < 0.5
+        stops = tuple(range(0, self.harness.vocab_size, 2)) if hold else ()
         request = ask(
             self.harness,
             n,
@@ -88,7 +94,9 @@ class Storm:
             seed=rng.getrandbits(64),
             temperature=rng.choice((0.0, 0.6, 1.0)),
             top_k=rng.choice((0, 0, 4)),
-            max_tokens=rng.randint(1, 12),
+            max_tokens=rng.randint(1, 20 if hold else 12),
+            stop_token_ids=stops,
+            hold=hold,
             ignore_eos=rng.random() < 0.5,
             raw_logprobs=rng.random() < 0.5,
         )
@@ -97,6 +105,28 @@ class Storm:
 
     def step(self, side: int) -> None:
         self.sides[side].step(self.rng.randint(1, 3))
+
+    def extend(self, side: int) -> None:
+        drive = self.sides[side]
+        if drive.held:
+            trajectory = self.rng.choice(sorted(drive.held))
+            tokens = self.answer(trajectory)
+            if tokens:
+                drive.extend(trajectory, tokens)
+                return
+            most = self.requests[trajectory].sampling.max_tokens
+            with pytest.raises(RequestRefused, match=rf"\b{most}\b"):
+                drive.engine.extend(trajectory, (1,) * most)
+            drive.check()
+
+    def answer(self, trajectory: TrajectoryId) -> tuple[int, ...]:
+        """What the environment says, if there is room for it."""
+        so_far = len(self.sides[0].records[trajectory].tokens)
+        room = self.requests[trajectory].sampling.max_tokens - so_far - 1
+        if room < 1:
+            return ()
+        length = self.rng.randint(1, min(room, 5))
+        return tuple(self.rng.randrange(self.harness.vocab_size) for _ in range(length))
 
     def park(self, side: int) -> None:
         if (trajectory := self.pick(side)) is not None:
@@ -133,6 +163,9 @@ class Storm:
                 drive.engine.retire(drive.live[trajectory].version)
             with pytest.raises(RequestRefused):
                 drive.engine.submit(drive.live[trajectory])
+            if trajectory not in drive.held:
+                with pytest.raises(RequestRefused):
+                    drive.engine.extend(trajectory, (1,))
         drive.check()
 
     def crash(self, side: int) -> None:
@@ -143,7 +176,13 @@ class Storm:
         share_records(self.sides)
         for trajectory, request in lost.live.items():
             self.read_again.add(trajectory)
-            fresh.submit(replace(request, prefix=tuple(fresh.records[trajectory].tokens)))
+            record = fresh.records[trajectory]
+            if trajectory in lost.held:
+                if not (tokens := self.answer(trajectory)):
+                    continue  # its last turn was all there was room for
+                record.observe(tokens, request)
+            so_far = tuple(record.tokens)
+            fresh.submit(replace(request, prefix=so_far, turn_start=record.turn_start))
 
 
 def share_records(drives: Sequence[Drive]) -> None:

@@ -72,6 +72,8 @@ def test_defaults_change_nothing_of_the_model() -> None:
         ({"prompt": ()}, "the prompt of trajectory 5 is empty. Give at least one token"),
         ({"prefix": (1,) * 4}, "the prefix of trajectory 5 has 4 tokens and max_tokens is 4:"),
         ({"prefix": (1,) * 9}, "the prefix of trajectory 5 has 9 tokens and max_tokens is 4:"),
+        ({"turn_start": 4}, "turn_start must be within the prefix, from 0 to 3: `4`."),
+        ({"turn_start": -1}, "turn_start must be within the prefix, from 0 to 3: `-1`."),
     ],
 )
 def test_a_request_that_means_nothing_is_refused(change: dict[str, Any], message: str) -> None:
@@ -90,8 +92,9 @@ def test_other_requests_are_taken(
     trajectory: int, seed: int, prompt: tuple[int, ...], prefix: tuple[int, ...]
 ) -> None:
     sampling = Sampling(max_tokens=len(prefix) + 1)
-    request = Request(trajectory, 0, prompt, sampling, seed, prefix)
-    assert request == Request(trajectory, 0, prompt, sampling, seed=seed, prefix=prefix)
+    request = Request(trajectory, 0, prompt, sampling, seed, prefix, turn_start=len(prefix))
+    assert request.prefix[: request.turn_start] == prefix
+    assert not request.hold
     assert hash(request) == hash(dataclasses.replace(request))
 
 
@@ -103,7 +106,7 @@ def test_values_do_not_change() -> None:
 
 
 def test_a_load_adds_up() -> None:
-    versions = {3: VersionLoad("a", 2, 1, 4, 1.5), 5: VersionLoad("b", 3, 7, 0, 0.0)}
+    versions = {3: VersionLoad("a", 2, 1, 4, 1.5, held=9), 5: VersionLoad("b", 3, 7, 0, 0.0)}
     load = Load(8, 2, 100, 200, versions)
     assert (load.running, load.waiting) == (5, 8)
     empty = Load(8, 2, 0, 200, {})
@@ -131,6 +134,10 @@ def test_every_refusal_is_an_error_of_the_user(name: str) -> None:
         {"prompt": (True, 2)},
         {"prompt": "ab"},
         {"prefix": [1]},
+        {"hold": 1},
+        {"hold": None},
+        {"turn_start": 0.0},
+        {"turn_start": False},
         {"prompt": (-1,)},
     ],
     ids=str,

@@ -249,6 +249,18 @@ def test_a_failure_to_come_is_forgotten_with_its_trajectory(harness: Harness) ->
     assert drive.run()[1].failure is None
 
 
+def test_a_held_trajectory_with_a_strange_last_token_is_not_taken_over(harness: Harness) -> None:
+    source, target = start(harness), start(harness)
+    source.submit(ask(harness, 1, max_tokens=3, hold=True))
+    source.until_held(1)
+    export = wire.decode(source.export(1))
+    for strange in (-1, harness.vocab_size):
+        damaged = replace(export, generated=(*export.generated[:-1], strange))
+        with pytest.raises(ImportRefused, match=f"outside the vocabulary: `{strange}`"):
+            target.engine.import_trajectory(wire.encode(damaged))
+    target.check()
+
+
 def test_another_model_is_not_taken_over(harness: Harness, tmp_path: Path) -> None:
     drive = start(harness)
     drive.submit(ask(harness, 1))

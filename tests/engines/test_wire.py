@@ -36,11 +36,21 @@ def export(**changes: Any) -> wire.Export:
         "generated": (4, 5),
         "seed": 11,
         "sampling": Sampling(temperature=0.5, max_tokens=6, stop=("end",)),
+        "hold": True,
+        "held": False,
+        "turn_start": 1,
         "kv_dtype": "float32",
         "kv_shape": (2, 4, 3),
         "kv": (bytes(range(48)), bytes(range(48, 96))),
     } | changes
     return wire.Export(**values)
+
+
+def at_a_turn(one: wire.Export, hold: bool, held: bool, turn_start: int) -> wire.Export:
+    """The same in an episode of several turns, as far as it has tokens for that."""
+    held = held and bool(one.generated)
+    begun = turn_start % (len(one.generated) + (not held))
+    return msgspec.structs.replace(one, hold=hold or held, held=held, turn_start=begun)
 
 
 exports = st.builds(
@@ -56,7 +66,9 @@ exports = st.builds(
     kv_dtype=st.text(),
     kv_shape=tokens,
     kv=st.lists(st.binary(), max_size=3).map(tuple),
+    turn_start=st.just(0),
 )
+exports = st.builds(at_a_turn, exports, st.booleans(), st.booleans(), st.integers(0, 8))
 
 
 @given(exports)
@@ -65,7 +77,9 @@ def test_what_goes_in_comes_out(one: wire.Export) -> None:
     assert back == one
     assert wire.encode(back) == wire.encode(one)
     request = back.request()
-    assert (request.prompt, request.prefix) == (one.prompt, one.generated)
+    last = one.generated[-1:] if one.held else ()
+    assert (request.prompt, request.prefix + last) == (one.prompt, one.generated)
+    assert (request.hold, request.turn_start) == (one.hold, one.turn_start)
     assert (request.trajectory, request.version) == (one.trajectory, one.version)
     assert (request.seed, request.sampling) == (one.seed, one.sampling)
 
@@ -147,6 +161,15 @@ def test_every_field_is_needed() -> None:
         {"prompt": [1.5]},
         {"prompt": "abc"},
         {"generated": [1] * 6},
+        {"generated": [1] * 7, "held": True},
+        {"generated": [], "turn_start": 0, "held": True},
+        {"hold": False, "held": True},
+        {"hold": 1},
+        {"held": None},
+        {"turn_start": -1},
+        {"turn_start": 3},
+        {"turn_start": 2, "held": True},
+        {"turn_start": 0.0},
         {"trajectory": -1},
         {"seed": "11"},
         {"sampling": {"temperature": -1.0}},
@@ -160,14 +183,19 @@ def test_a_field_of_another_kind_is_refused(change: dict[str, Any]) -> None:
 
 
 def test_another_format_is_refused() -> None:
-    with pytest.raises(ImportRefused, match=r"of format 2: this engine reads 1. Run the same"):
-        wire.decode(wire.encode(export(format=2)))
+    with pytest.raises(ImportRefused, match=r"of format 3: this engine reads 2. Run the same"):
+        wire.decode(wire.encode(export(format=3)))
+
+
+def test_one_that_is_held_may_be_full() -> None:
+    full = export(generated=(4, 5, 6, 7, 8, 9), held=True)
+    assert wire.decode(wire.encode(full)) == full
 
 
 def test_the_format_stays_what_it_is() -> None:
     """Engines of two releases may meet during an upgrade: a change needs a new FORMAT."""
     assert list(fields()) == [
         *("format", "model", "trajectory", "version", "digest", "prompt", "generated"),
-        *("seed", "sampling", "kv_dtype", "kv_shape", "kv"),
+        *("seed", "sampling", "hold", "held", "turn_start", "kv_dtype", "kv_shape", "kv"),
     ]
-    assert fields()["format"] == wire.FORMAT == 1
+    assert fields()["format"] == wire.FORMAT == 2

@@ -17,6 +17,7 @@ import dora_rl
 from dora_rl.core.errors import UserError
 
 COMMANDS = {
+    "train": "Train a language model with reinforcement learning.",
     "simulate": "Run the paradigms side by side in virtual time.",
     "plan": "Find the split, staleness bound and depth that serve a cluster best.",
     "audit": "Check the promises of a run from what it wrote.",
@@ -27,6 +28,7 @@ COMMANDS = {
 
 _EPILOG = """\b
 Examples:
+  dora-rl train
   dora-rl simulate default
   dora-rl simulate default --set orchestration.max_staleness=2 --out runs/first
   dora-rl audit runs/first

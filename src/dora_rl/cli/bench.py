@@ -55,6 +55,22 @@ Examples:
   dora-rl bench versions --model tiny --batch 64 --versions 1,4,8 --json
 """
 
+_TRL = """\b
+Same model, questions, reward, learning rate, group size and lengths; temperature 1, no KL. Each
+has every processor, one after the other, and works in its own best way, which a short search
+finds: TRL's numbers and sequences in one pass, ours in turns or at once. Responses end where the
+model ends them, so both numbers of tokens are shown. Warm-up is not counted. The default takes
+about half an hour on two cores.
+
+\b
+TRL needs its own environment: make venv-trl, or a Python that has TRL in --trl-python.
+
+\b
+Examples:
+  dora-rl bench trl
+  dora-rl bench trl --steps 3 --max-tokens 64 --json
+"""
+
 _EXAMPLES = """\b
 Examples:
   dora-rl bench orchestrator
@@ -65,7 +81,7 @@ Examples:
 
 @click.group(epilog=_EXAMPLES)
 def command() -> None:
-    """Measure the orchestrator and the embedded engine."""
+    """Measure the orchestrator, the embedded engine and whole training."""
 
 
 @command.command(epilog=_ORCHESTRATOR)
@@ -214,6 +230,53 @@ def versions(
         repeats=repeats,
         threads=default_threads() if threads is None else threads,
         dtype=dtype,
+    )
+    with benching.children(), benching.progress() as progress:
+        result = measure(plan, progress)
+    benching.show(result, as_json)
+
+
+@command.command(epilog=_TRL)
+@click.option(
+    "--model",
+    default="smollm2",
+    show_default=True,
+    metavar="NAME|DIR",
+    help="smollm2 (see dora-rl fetch-model), or a Hugging Face directory with a tokenizer.",
+)
+@click.option("--steps", type=int, default=5, show_default=True, help="Train steps to measure.")
+@click.option("--prompts", type=int, default=4, show_default=True, help="Prompts of a step.")
+@click.option(
+    "--group-size", type=int, default=8, show_default=True, help="Responses to each prompt."
+)
+@click.option(
+    "--max-tokens", type=int, default=128, show_default=True, help="Tokens of a response, at most."
+)
+@click.option(
+    "--trl-python",
+    metavar="PATH",
+    help="A Python that has TRL.  [default: that of .venv-trl]",
+)
+@benching.as_json
+def trl(
+    model: str,
+    steps: int,
+    prompts: int,
+    group_size: int,
+    max_tokens: int,
+    trl_python: str | None,
+    as_json: bool,
+) -> None:
+    """Tokens per second of whole training, against GRPOTrainer of TRL."""
+    from dora_rl.benchmarks.trl import Plan, measure
+
+    plan = Plan(
+        model=model,
+        steps=steps,
+        prompts=prompts,
+        group_size=group_size,
+        max_tokens=max_tokens,
+        trl_python=trl_python,
     )
     with benching.children(), benching.progress() as progress:
         result = measure(plan, progress)

@@ -7,15 +7,15 @@ that an event costs the same on eight instances and on eight thousand.
 
 import heapq
 
-from dora_rl.core import hosting
+from dora_rl.core import hosting, outstanding
 from dora_rl.core.batching import overdue, take_earliest
-from dora_rl.core.commands import Delete, SetTimer, Start, Suspend, Train
+from dora_rl.core.commands import Delete, SetTimer, Start, Suspend
 from dora_rl.core.ends import fail, halt
 from dora_rl.core.rebalancing import rebalance, watch_idle
 from dora_rl.core.state import State, TrainerPhase
 from dora_rl.core.supply import supplement
 from dora_rl.core.timers import Wait
-from dora_rl.core.types import BatchGroup, TrajectoryState, Version
+from dora_rl.core.types import TrajectoryState, Version
 
 
 def settle(state: State) -> None:
@@ -124,15 +124,12 @@ def _first_completed(state: State, size: int) -> dict[Version, int]:
 
 def send_batch(state: State) -> None:
     """Command the training of the chosen batch; repeated as it is if it was not answered."""
-    trainer, ledger = state.trainer, state.ledger
+    trainer = state.trainer
     trainer.attempts += 1
-    groups = tuple(
-        BatchGroup(g, ledger.groups[g].version, ledger.surviving(g)) for g in trainer.batch
-    )
     state.timers.set(
         state.now + state.settings.train_timeout_s, Wait.TRAIN, trainer.step, trainer.attempts
     )
-    state.emit(Train(trainer.step, groups))
+    state.emit(outstanding.batch(state))
 
 
 def place(state: State) -> None:

@@ -8,6 +8,7 @@ from dora_rl.core.duties import settle
 from dora_rl.core.errors import RefusedEvent
 from dora_rl.core.events import Event
 from dora_rl.core.handlers import HANDLERS
+from dora_rl.core.outstanding import outstanding
 from dora_rl.core.settings import Settings
 from dora_rl.core.state import State
 
@@ -44,6 +45,10 @@ class Orchestrator:
         settle(state)
         out, state.out = state.out, []
         return out
+
+    def outstanding(self) -> list[Command]:
+        """What was asked for and not answered, but for commands to instances."""
+        return outstanding(self.state)
 
     def snapshot(self) -> Any:
         """Everything known, as JSON-able data."""

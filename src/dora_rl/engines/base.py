@@ -12,6 +12,8 @@ What an engine promises:
   parking and migration do not change a trajectory beyond rounding.
 - Nothing is dropped and nothing recomputed to make room: what does not fit waits or is parked,
   and the engine says so.
+- An episode of several turns is one trajectory of one version. Between turns it is held: it has
+  no slot and its KV is kept, and what the environment said is all that is read then.
 - A refusal names the value and changes nothing; the other trajectories go on.
 """
 
@@ -92,7 +94,10 @@ class Request:
     """One trajectory to generate. `prefix` is what it generated before, elsewhere.
 
     The prefix is not reported again, counts towards `max_tokens`, and sets the position at
-    which the noise goes on.
+    which the noise goes on. In an episode of several turns it is the whole response so far, with
+    what was observed; the present turn began at its token `turn_start`.
+
+    With `hold` a trajectory that ends is held instead of forgotten, until `extend` or `cancel`.
     """
 
     trajectory: TrajectoryId
@@ -101,6 +106,8 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
     prefix: tuple[int, ...] = ()
+    hold: bool = False
+    turn_start: int = 0
 
     def __post_init__(self) -> None:
         if type(self.trajectory) is not int or not 0 <= self.trajectory <= _MAX_SEED:
@@ -121,6 +128,33 @@ class Request:
                 f"the prefix of trajectory {self.trajectory} has {len(self.prefix)} tokens and "
                 f"max_tokens is {self.sampling.max_tokens}: nothing is left to generate."
             )
+        if type(self.hold) is not bool:
+            raise RequestRefused(f"hold must be true or false: `{self.hold!r}`.")
+        if not _is_count(self.turn_start) or self.turn_start > len(self.prefix):
+            raise RequestRefused(
+                f"turn_start must be within the prefix, from 0 to {len(self.prefix)}: "
+                f"`{self.turn_start!r}`."
+            )
+
+
+def check_extension(request: Request, response: int, tokens: tuple[int, ...], context: int) -> None:
+    """Refuse what cannot be appended to a response of so many tokens, sampled and observed.
+
+    Whether the tokens are of the vocabulary is the engine's to check.
+    """
+    name = f"trajectory {request.trajectory}"
+    _check_tokens("an extension", tokens)
+    if not tokens:
+        raise RequestRefused(
+            f"the extension of {name} is empty. Give what the environment said, or cancel it."
+        )
+    most = min(request.sampling.max_tokens, context - len(request.prompt))
+    if response + len(tokens) >= most:
+        raise RequestRefused(
+            f"{name} has {response} tokens after its prompt, and `{len(tokens)}` more would leave "
+            f"no room to answer: max_tokens is {request.sampling.max_tokens}, the context "
+            f"{context} with a prompt of {len(request.prompt)}. Shorten them, or cancel it."
+        )
 
 
 def _is_count(value: object) -> bool:
@@ -190,11 +224,12 @@ class VersionLoad:
     waiting: int
     parked: int
     tokens_per_s: float
+    held: int = 0  # wait for `extend`, parked or not; in none of the other counts
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What an engine does now. KV in tokens: what is held, and what the budget admits."""
+    """What an engine does now. KV in tokens: what is in use, and what the budget admits."""
 
     slots: int
     version_slots: int
@@ -229,19 +264,31 @@ class Engine(Protocol):
     def step(self) -> list[Output]:
         """One token for every running trajectory (prompts are read in chunks)."""
 
+    def extend(self, trajectory: TrajectoryId, tokens: tuple[int, ...]) -> None:
+        """Append what an environment said to a held trajectory, which then samples on.
+
+        It queues at the place of its age and reads these tokens as a prompt is read. They count
+        towards `max_tokens`, and stop strings and stop tokens do not look at them. Refused, with
+        nothing changed, if it is not held, or if no room for one more token would be left.
+        """
+
     def cancel(self, trajectory: TrajectoryId) -> bool:
         """Forget a trajectory; whether it was here."""
 
     def park(self, trajectory: TrajectoryId) -> None:
-        """Move its KV to host memory and stop it, until `resume`."""
+        """Move its KV to host memory and stop it, until `resume`. Held: also if extended."""
 
     def resume(self, trajectory: TrajectoryId) -> None:
-        """Let a parked trajectory go on, as soon as there is a slot. Not parked: does nothing."""
+        """Let a parked trajectory go on, as soon as there is a slot. Not parked: does nothing.
+
+        One that was held when it was parked, and not extended since, is held again.
+        """
 
     def export_trajectory(self, trajectory: TrajectoryId) -> bytes:
         """Park it and hand out all that it needs to go on elsewhere.
 
-        It stays here, parked: `cancel` when the move is done, `resume` when it is undone.
+        It stays here, parked: `cancel` when the move is done, `resume` when it is undone. One
+        that is held is held where it is imported.
         """
 
     def import_trajectory(self, data: bytes) -> TrajectoryId:

@@ -6,7 +6,8 @@ tokens are a pure function of weights, prompt and noise, the distribution they a
 known exactly, and a KV that was lost, mixed up or made by other weights shows in the tokens.
 
 Whoever came first goes first: it starts first, is parked last and resumed first. Parking by
-request is not reported, since whoever asked knows.
+request is not reported, since whoever asked knows. The KV of a held trajectory stays in the
+budget until one that runs needs the room.
 """
 
 import hashlib
@@ -74,6 +75,13 @@ class _State(Enum):
     RUNNING = auto()
     NO_ROOM = auto()  # parked by the engine
     ASKED = auto()  # parked by request
+    HELD = auto()  # between turns
+    HELD_ASKED = auto()  # between turns, and parked by request
+
+
+_PARKED = {_State.HELD: _State.HELD_ASKED, _State.HELD_ASKED: _State.HELD_ASKED}  # else: ASKED
+_RESUMED = {_State.ASKED: _State.WAITING, _State.HELD_ASKED: _State.HELD}
+_EXTENDED = {_State.HELD: _State.WAITING, _State.HELD_ASKED: _State.ASKED}
 
 
 @dataclass(slots=True)
@@ -82,13 +90,16 @@ class _Live:
     version: Version  # now; `carry` changes it
     kv: bytes = b""
     state: _State = _State.WAITING
-    tokens: list[int] = field(init=False)  # the prompt and all that was generated
+    on_host: bool = True  # its KV, if it has any
+    tokens: list[int] = field(init=False)  # the prompt and all that came after it
+    turn_start: int = field(init=False)  # index into `generated`
 
     def __post_init__(self) -> None:
         self.tokens = [*self.request.prompt, *self.request.prefix]
+        self.turn_start = self.request.turn_start
 
     @property
-    def held(self) -> int:
+    def cached(self) -> int:
         return len(self.kv) // _CELL
 
     @property
@@ -147,25 +158,40 @@ class FakeEngine(base.Engine):
 
     def step(self) -> list[Output]:
         outputs: list[Output] = [*self._start(), *self._make_room()]
+        self._clear_away()
         for live in self._in(_State.RUNNING):
             outputs += self._advance(live)
         return outputs
+
+    def extend(self, trajectory: TrajectoryId, tokens: tuple[int, ...]) -> None:
+        live = self._get(trajectory)
+        if live.state not in _EXTENDED:
+            raise RequestRefused(
+                f"trajectory `{trajectory}` is not held: it is {live.state.name.lower()}. "
+                "Submit it with `hold`, and extend it when its turn has ended."
+            )
+        base.check_extension(live.request, len(live.generated), tokens, self.context)
+        self._check_vocabulary(trajectory, tokens)
+        live.tokens += tokens
+        live.turn_start = len(live.generated)
+        live.state = _EXTENDED[live.state]
 
     def cancel(self, trajectory: TrajectoryId) -> bool:
         self._failing.discard(trajectory)
         return self._live.pop(trajectory, None) is not None
 
     def park(self, trajectory: TrajectoryId) -> None:
-        self._get(trajectory).state = _State.ASKED
+        live = self._get(trajectory)
+        live.state = _PARKED.get(live.state, _State.ASKED)
+        live.on_host = True
 
     def resume(self, trajectory: TrajectoryId) -> None:
         live = self._get(trajectory)
-        if live.state is _State.ASKED:
-            live.state = _State.WAITING
+        live.state = _RESUMED.get(live.state, live.state)
 
     def export_trajectory(self, trajectory: TrajectoryId) -> bytes:
+        self.park(trajectory)
         live = self._get(trajectory)
-        live.state = _State.ASKED
         return wire.encode(
             wire.Export(
                 model=f"fake of {self.vocab_size} tokens",
@@ -176,8 +202,11 @@ class FakeEngine(base.Engine):
                 generated=live.generated,
                 seed=live.request.seed,
                 sampling=live.request.sampling,
+                hold=live.request.hold,
+                held=live.state is _State.HELD_ASKED,
+                turn_start=live.turn_start,
                 kv_dtype="uint8",
-                kv_shape=(live.held, _CELL),
+                kv_shape=(live.cached, _CELL),
                 kv=(live.kv,),
             )
         )
@@ -188,6 +217,7 @@ class FakeEngine(base.Engine):
         try:
             digest = self._digest(export.version)
             self._check(export.request())
+            self._check_vocabulary(export.trajectory, export.generated[-1:])
         except (RequestRefused, VersionRefused) as error:
             raise ImportRefused(f"{name} cannot go on here: {error}") from None
         if (export.model, export.digest) != (model, digest):
@@ -199,7 +229,10 @@ class FakeEngine(base.Engine):
         tokens = (*export.prompt, *export.generated)[: len(kv) // _CELL]
         if (export.kv_shape, kv) != ((len(tokens), _CELL), read_tokens(digest, tokens)):
             raise ImportRefused(f"the KV of {name} is not that of its tokens. Export it again.")
-        self._live[export.trajectory] = _Live(export.request(), export.version, kv)
+        live = self._live[export.trajectory] = _Live(export.request(), export.version, kv)
+        if export.held:
+            live.tokens.append(export.generated[-1])
+            live.state = _State.HELD
         return export.trajectory
 
     def carry(self, source: Version, target: Version) -> None:
@@ -218,13 +251,14 @@ class FakeEngine(base.Engine):
                 waiting=states.count(_State.WAITING),
                 parked=states.count(_State.NO_ROOM) + states.count(_State.ASKED),
                 tokens_per_s=self._rates.tokens_per_s(version),
+                held=states.count(_State.HELD) + states.count(_State.HELD_ASKED),
             )
-        used = sum(live.held for live in self._in(_State.RUNNING))
+        used = sum(live.cached for live in self._live.values() if not live.on_host)
         return base.Load(self.slots, self.version_slots, used, self.kv_budget_tokens, versions)
 
     @property
     def idle(self) -> bool:
-        return all(live.state is _State.ASKED for live in self._live.values())
+        return not self._in(_State.WAITING, _State.RUNNING, _State.NO_ROOM)
 
     def close(self) -> None:
         self._live.clear()
@@ -251,14 +285,11 @@ class FakeEngine(base.Engine):
     def _check(self, request: Request) -> None:
         name = f"trajectory {request.trajectory}"
         tokens = (*request.prompt, *request.prefix)
-        named = (*tokens, *request.sampling.stop_token_ids)
-        strange = [token for token in named if not 0 <= token < self.vocab_size]
         # The last token is never read, so that its KV is never held.
         need = min(len(request.prompt) + request.sampling.max_tokens, self.context) - 1
         if request.trajectory in self._live:
             raise RequestRefused(f"{name} is already here. Cancel it first, or take another id.")
-        if strange:
-            raise RequestRefused(f"{name} has a token outside the vocabulary: `{strange[0]}`.")
+        self._check_vocabulary(request.trajectory, (*tokens, *request.sampling.stop_token_ids))
         if len(tokens) >= self.context:
             raise RequestRefused(
                 f"{name} has {len(tokens)} tokens, and the context is {self.context}. Shorten it."
@@ -273,9 +304,16 @@ class FakeEngine(base.Engine):
                 f"stop needs a tokenizer: `{request.sampling.stop}`. Give `decode`."
             )
 
+    def _check_vocabulary(self, trajectory: TrajectoryId, tokens: Sequence[int]) -> None:
+        strange = [token for token in tokens if not 0 <= token < self.vocab_size]
+        if strange:
+            raise RequestRefused(
+                f"trajectory {trajectory} has a token outside the vocabulary: `{strange[0]}`."
+            )
+
     def _after_step(self, live: _Live) -> int:
         """The KV that it holds once it has taken a step."""
-        return min(live.held + self.prefill_chunk, len(live.tokens))
+        return min(live.cached + self.prefill_chunk, len(live.tokens))
 
     def _start(self) -> list[base.Resumed]:
         """Slots for those that wait, oldest first; none overtakes one that does not fit."""
@@ -288,7 +326,7 @@ class FakeEngine(base.Engine):
                 break
             if live.state is _State.NO_ROOM:
                 resumed.append(base.Resumed(live.request.trajectory))
-            live.state = _State.RUNNING
+            live.state, live.on_host = _State.RUNNING, False
         return resumed
 
     def _make_room(self) -> list[base.Parked]:
@@ -297,9 +335,17 @@ class FakeEngine(base.Engine):
         parked = []
         while sum(map(self._after_step, running)) > self.kv_budget_tokens:
             youngest = running.pop()
-            youngest.state = _State.NO_ROOM
+            youngest.state, youngest.on_host = _State.NO_ROOM, True
             parked.append(base.Parked(youngest.request.trajectory, ParkReason.KV_BUDGET))
         return parked
+
+    def _clear_away(self) -> None:
+        """KV of those without a slot goes to the host while the running need its room."""
+        room = self.kv_budget_tokens - sum(map(self._after_step, self._in(_State.RUNNING)))
+        others = [live for live in self._live.values() if live.state is not _State.RUNNING]
+        resting = [live for live in others if not live.on_host]
+        while sum(live.cached for live in resting) > room:
+            resting.pop().on_host = True
 
     def _advance(self, live: _Live) -> list[Output]:
         request, digest = live.request, self._digests[live.version]
@@ -307,9 +353,9 @@ class FakeEngine(base.Engine):
         if trajectory in self._failing:
             self.cancel(trajectory)
             return [base.Failed(trajectory, "asked to fail by a test")]
-        new = live.tokens[live.held : self._after_step(live)]
+        new = live.tokens[live.cached : self._after_step(live)]
         live.kv += read_tokens(digest, new, live.kv)
-        if live.held < len(live.tokens):
+        if live.cached < len(live.tokens):
             return []
         logits = logits_after(live.kv, self.vocab_size)
         chances = distribution(logits, sampling)
@@ -317,7 +363,9 @@ class FakeEngine(base.Engine):
         live.tokens.append(token)
         self._rates.add(live.version, 1)
         finish = self._finish(live)
-        if finish:
+        if finish and request.hold:
+            live.state = _State.HELD
+        elif finish:
             self.cancel(trajectory)
         logprobs = (math.log(chances[token]),)
         raw = (logits[token] - math.log(sum(map(math.exp, logits))),)
@@ -329,7 +377,7 @@ class FakeEngine(base.Engine):
         if token in sampling.stop_token_ids or (token == self.eos and not sampling.ignore_eos):
             return FinishReason.STOP_TOKEN
         if sampling.stop and self.decode:
-            text = self.decode(live.generated)
+            text = self.decode(live.generated[live.turn_start :])
             if any(stop in text for stop in sampling.stop):
                 return FinishReason.STOP_STRING
         if len(live.generated) >= sampling.max_tokens:

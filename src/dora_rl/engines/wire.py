@@ -14,12 +14,16 @@ from dora_rl.core.types import TrajectoryId, Version
 from dora_rl.engines.base import Request, Sampling
 from dora_rl.engines.errors import ImportRefused
 
-FORMAT = 1
+FORMAT = 2
 _CRC = struct.Struct("<I")
 
 
 class Export(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """All that a trajectory needs to go on elsewhere; `generated` includes the prefix."""
+    """All that a trajectory needs to go on elsewhere.
+
+    `generated` is the whole response: prefix, sampled and observed. `held`: its turn has ended,
+    by the last token of that.
+    """
 
     format: int = FORMAT
     model: str  # what the KV fits: see `kv_shape`
@@ -30,19 +34,28 @@ class Export(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     generated: tuple[int, ...]
     seed: int
     sampling: Sampling
+    hold: bool
+    held: bool
+    turn_start: int
     kv_dtype: str
     kv_shape: tuple[int, ...]
     kv: tuple[bytes, ...]  # in parts, since msgpack ends at 4 GiB
 
     def request(self) -> Request:
-        """The trajectory as a request that goes on after what it has."""
+        """The trajectory as a request that goes on after what it has.
+
+        One that is held, as it was before the token that ended its turn: after it there may be
+        no room for another.
+        """
         return Request(
             trajectory=self.trajectory,
             version=self.version,
             prompt=self.prompt,
             sampling=self.sampling,
             seed=self.seed,
-            prefix=self.generated,
+            prefix=self.generated[:-1] if self.held else self.generated,
+            hold=self.hold,
+            turn_start=self.turn_start,
         )
 
 
@@ -63,6 +76,8 @@ def decode(data: bytes) -> Export:
     try:
         export = msgspec.msgpack.decode(message, type=Export)
         export.request()
+        if export.held and not (export.hold and export.generated):
+            raise ValueError("it is held, and was not to be held or has no token")
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise _refusal(data, str(error).rstrip(".")) from None
     if export.format != FORMAT:

@@ -16,6 +16,7 @@ import msgspec
 
 from dora_rl.core import commands as cm
 from dora_rl.core import events as ev
+from dora_rl.core.commands import Command
 from dora_rl.core.errors import RefusedEvent
 from dora_rl.core.events import Event
 from dora_rl.core.orchestrator import Orchestrator
@@ -164,7 +165,11 @@ class Driver:
         for listener in self.listeners:
             listener.observed(now, event, commands)
         for command in commands:
-            self._perform[type(command)](command)
+            self.perform(command)
+
+    def perform(self, command: Command) -> None:
+        """Do what the core asks for."""
+        self._perform[type(command)](command)
 
     def hold(self) -> None:
         """Train no further batch."""
@@ -199,7 +204,7 @@ class Driver:
                 for listener in self.listeners:
                     listener.used(now, instance, message)
             case ms.Prefixes():
-                for _, prefix in message.prefixes:
+                for prefix in message.prefixes:
                     self.prefixes[prefix.trajectory] = prefix
 
     def _reported(self, event: Event) -> None:
@@ -253,7 +258,7 @@ class Driver:
                 listener.trained(now, message, samples)
             self._batch = None
             for name in members:
-                self.shelf.discard(name)
+                self._discard(name)
         self.post(ev.BatchTrained(message.step))
 
     # Prompts, scores, batches
@@ -298,7 +303,7 @@ class Driver:
         verdict = self._judge_rewards(rewards)
         if verdict is not None:
             for name in command.trajectories:
-                self.shelf.discard(name)
+                self._discard(name)
         self.post(ev.GroupJudged(command.group, verdict))
 
     def _train(self, command: cm.Train) -> None:
@@ -313,7 +318,12 @@ class Driver:
 
     def _fail(self, command: cm.Fail) -> None:
         self._leave(command.trajectory)
-        self.shelf.discard(command.trajectory)
+        self._discard(command.trajectory)
+
+    def _discard(self, name: TrajectoryId) -> None:
+        """The trajectory is terminal."""
+        self.shelf.discard(name)
+        self.prefixes.pop(name, None)
 
     def _halt(self, command: cm.Halt) -> None:
         self.halted = command
@@ -338,10 +348,7 @@ class Driver:
             self._begin(name, placed, self._prefix(command))
 
     def _prefix(self, command: cm.Start) -> ms.Prefix | None:
-        if not command.prefix_tokens:
-            return None
-        prefix = self.prefixes[command.trajectory]
-        return prefix
+        return self.prefixes[command.trajectory] if command.prefix_tokens else None
 
     def _begin(self, name: TrajectoryId, placed: _Placed, prefix: ms.Prefix | None) -> None:
         self._outside.to_rollout(

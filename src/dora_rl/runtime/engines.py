@@ -6,11 +6,11 @@ from dora_rl.engines.base import Engine, Sampling
 from dora_rl.runtime.config import RunConfig
 
 
-def sampling_of(config: RunConfig) -> Sampling:
-    """How the policy is sampled in training."""
+def sampling_of(config: RunConfig, *, evaluation: bool = False) -> Sampling:
+    """How the policy is sampled in training, or in an evaluation."""
     rollout = config.rollout
     return Sampling(
-        temperature=rollout.temperature,
+        temperature=config.task.eval_temperature if evaluation else rollout.temperature,
         top_k=rollout.top_k,
         top_p=rollout.top_p,
         min_p=rollout.min_p,

@@ -15,6 +15,8 @@ from dora_rl.runtime import messages as ms
 from dora_rl.runtime.driver import Driver
 from dora_rl.runtime.engines import make_engine, sampling_of
 from dora_rl.runtime.errors import RunFailed
+from dora_rl.runtime.evaluation import EVALUATOR, FIRST_TICKET, Examiner
+from dora_rl.runtime.resuming import go_on
 from dora_rl.runtime.rollout import RolloutInstance
 from dora_rl.runtime.saving import Saver
 from dora_rl.runtime.session import Ending, Session
@@ -46,18 +48,28 @@ class InlineRuntime:
         )
         self._saver = Saver(self.driver, session, self)
         self.driver.listeners.append(self._saver)
+        self._examiner = session.examiner(self, self.driver.post)
+        if self._examiner is not None:
+            self.driver.listeners.append(self._examiner)
 
     def run(self) -> Ending:
         """Until the core halts, or the run is asked to stop."""
         config, plan = self._config, self._session.plan
-        self._trainer = TrainerPart.open(config, plan.model, self._store)
+        self._trainer = TrainerPart.open(
+            config, plan.model, self._store, self._session.checkpoint_to_resume
+        )
         self._scores = plan.task.score_pool() if plan.task.rewards else None
         self._episodes = plan.task.environment_pool() if plan.task.has_environment else None
         try:
+            incarnations: dict[InstanceId, int] = {}
+            if plan.resumed is not None:
+                self._clock.now = plan.resumed.now
+                incarnations = go_on(self.driver, self._session.orchestrator, plan.resumed)
+            else:
+                self.to_trainer(ms.PublishVersion(0))
             for name in range(config.runtime.instances):
-                self._join(name, make_engine(config, plan.model))
-            self.to_trainer(ms.PublishVersion(0))
-            while not self._saver.done:
+                self._join(name, incarnations.get(name, 0), make_engine(config, plan.model))
+            while not self._done:
                 if self.driver.halted is not None:
                     self._saver.halted()
                 if self._clock.next_time() is None:
@@ -72,24 +84,27 @@ class InlineRuntime:
                 if pool is not None:
                     pool.close()
 
+    @property
+    def _done(self) -> bool:
+        examining = self._examiner is not None and self._examiner.busy
+        return self._saver.done and (self._saver.interrupted or not examining)
+
     def stop(self) -> None:
         """Finish the step that is under way, save, and end."""
-        self._saver.stop(list(self._instances))
+        self._saver.stop([name for name in self._instances if name != EVALUATOR])
 
-    def _join(self, name: InstanceId, engine: Engine) -> None:
-        instance = RolloutInstance(
-            name,
-            0,
-            engine,
-            self._store.path,
-            sampling_of(self._config),
-            self._config.run.seed,
-            clock=self.now,
-        )
-        self._instances[name] = instance
+    def _join(self, name: InstanceId, incarnation: int, engine: Engine) -> None:
+        instance = self._instances[name] = self._instance(name, incarnation, engine)
         instance.join()
         self._collect(instance)
         self._clock.after(self._config.runtime.report_period_s, self._heartbeat, instance)
+
+    def _instance(self, name: InstanceId, incarnation: int, engine: Engine) -> RolloutInstance:
+        sampling = sampling_of(self._config, evaluation=name == EVALUATOR)
+        seed = self._config.run.seed
+        return RolloutInstance(
+            name, incarnation, engine, self._store.path, sampling, seed, clock=self.now
+        )
 
     def _heartbeat(self, instance: RolloutInstance) -> None:
         instance.report()
@@ -112,6 +127,10 @@ class InlineRuntime:
         self._collect(instance)
 
     def _from_rollout(self, argument: tuple[InstanceId, ms.FromRollout]) -> None:
+        if argument[0] == EVALUATOR:
+            assert self._examiner is not None
+            self._examiner.from_evaluator(argument[1])
+            return
         self.driver.from_rollout(*argument)
         self._saver.from_rollout(*argument)
 
@@ -139,7 +158,14 @@ class InlineRuntime:
 
     def to_every_rollout(self, message: ms.ToRollout) -> None:
         for name in self._instances:
-            self.to_rollout(name, message)
+            if name != EVALUATOR:
+                self.to_rollout(name, message)
+
+    def to_evaluator(self, message: ms.ToRollout) -> None:
+        if EVALUATOR not in self._instances:
+            engine = make_engine(self._config, self._session.plan.model)
+            self._instances[EVALUATOR] = self._instance(EVALUATOR, 0, engine)
+        self.to_rollout(EVALUATOR, message)
 
     def to_trainer(self, message: ms.ToTrainer) -> None:
         self._clock.after(0.0, self._train, message)
@@ -173,7 +199,7 @@ class InlineRuntime:
     def score(self, ticket: int, job: ScoreJob) -> None:
         assert self._scores is not None
         outcome = msgspec.structs.replace(self._scores.run(job), ticket=ticket)
-        self._clock.after(self._time.score_s, self.driver.scored, outcome)
+        self._clock.after(self._time.score_s, self._asker(ticket).scored, outcome)
 
     def open_episode(self, ticket: int, example: dict[str, Any]) -> None:
         assert self._episodes is not None
@@ -191,7 +217,15 @@ class InlineRuntime:
         while not (replies := self._episodes.poll(1.0)):
             pass
         for reply in replies:
-            self._clock.after(self._time.score_s, self.driver.answered, reply)
+            asker = self._asker(reply.ticket)
+            self._clock.after(self._time.score_s, asker.answered, reply)
+
+    def _asker(self, ticket: int) -> Driver | Examiner:
+        """Who asked for a reward or an environment's answer."""
+        if ticket < FIRST_TICKET:
+            return self.driver
+        assert self._examiner is not None
+        return self._examiner
 
     def discard_episode(self, ticket: int) -> None:
         assert self._episodes is not None

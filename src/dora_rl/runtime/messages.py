@@ -43,6 +43,7 @@ class Setup(_Message, frozen=True, tag=True, kw_only=True):
     instance: int = 0
     incarnation: int = 0
     checkpoint: str | None = None
+    evaluation: bool = False
 
 
 class Shutdown(_Message, frozen=True, tag=True):
@@ -170,7 +171,7 @@ class HandedOver(_Message, frozen=True, tag=True):
 class Prefixes(_Message, frozen=True, tag=True):
     """Answers `SavePrefixes`."""
 
-    prefixes: tuple[tuple[Fence, Prefix], ...]
+    prefixes: tuple[Prefix, ...]
 
 
 class Used(_Message, frozen=True, tag=True):

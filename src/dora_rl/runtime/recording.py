@@ -19,7 +19,7 @@ from dora_rl.runtime.listening import Listener
 from dora_rl.samples import Sample
 
 
-class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_field="kind"):
     """One train step, as `metrics.jsonl` has it. Times are seconds since the run began."""
 
     step: int

@@ -354,12 +354,18 @@ class RolloutInstance:
         usage.busy_s += passed * min(self._num_running, self._slots)
 
     def _save_prefixes(self) -> None:
+        # An episode's prefix is of no use without its environment, which is not saved.
         kept = [
-            (run.fence, run.writing.prefix())
+            run
             for run in self._runs.values()
-            if run.stage is not Stage.KEPT and run.writing.tokens
+            if run.stage is not Stage.KEPT and run.writing.tokens and not run.writing.episode
         ]
-        self.outbox.append(ms.Prefixes(tuple(kept)))
+        saved = tuple(Length(run.id, run.fence, run.writing.num_sampled) for run in kept)
+        kv_tokens = self.engine.load().kv_used_tokens
+        self._report(
+            ev.InstanceProgressed(self.instance, self.incarnation, kv_tokens, saved, saved)
+        )
+        self.outbox.append(ms.Prefixes(tuple(run.writing.prefix() for run in kept)))
 
     # Parking and migration
 

@@ -18,21 +18,11 @@ from dora_rl.core.state import TrainerPhase
 from dora_rl.runtime import messages as ms
 from dora_rl.runtime.driver import Driver, Outside
 from dora_rl.runtime.errors import RunFailed
+from dora_rl.runtime.leftover import RESUME_FILE, Leftover
 from dora_rl.runtime.listening import Listener
 from dora_rl.runtime.session import Ending, Session
-from dora_rl.runtime.shelf import Item
 
-RESUME_FILE = "resume.msgpack"
 _STEP = "step-"
-
-
-class Leftover(msgspec.Struct, frozen=True, kw_only=True):
-    """What a stopped run needs besides its journal and its checkpoint."""
-
-    checkpoint: str
-    now: float
-    items: tuple[Item, ...]
-    prefixes: tuple[ms.Prefix, ...]
 
 
 class _Phase(Enum):
@@ -58,6 +48,10 @@ class Saver(Listener):
     @property
     def done(self) -> bool:
         return self._phase is _Phase.DONE
+
+    @property
+    def interrupted(self) -> bool:
+        return self._interrupted
 
     @property
     def stopping(self) -> bool:

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TextIO
 
 import msgspec
 
@@ -23,10 +23,13 @@ from dora_rl.core.events import Event, WeightsPublished
 from dora_rl.core.journal import JournalWriter
 from dora_rl.core.orchestrator import Orchestrator
 from dora_rl.observe.metrics import Collector, Summary
+from dora_rl.runtime import evaluation
 from dora_rl.runtime.config import RunConfig
+from dora_rl.runtime.evaluation import EvalRecord, EvalWatcher, Examiner
+from dora_rl.runtime.leftover import Leftover, read_journal_again
 from dora_rl.runtime.listening import Listener
 from dora_rl.runtime.recording import Recorder, StepRecord, Watcher
-from dora_rl.store.rundir import RunDirectory
+from dora_rl.store.rundir import JOURNAL, METRICS_OF_STEPS, RunDirectory
 from dora_rl.tasks.task import Task
 
 
@@ -38,6 +41,7 @@ class Plan:
     model: Path
     task: Task
     out: Path
+    resumed: Leftover | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,36 +82,54 @@ class _Journal(Listener):
 class Session:
     """The files and books of one run. A context manager: the files are open inside."""
 
-    def __init__(self, plan: Plan, watch: Sequence[Watcher] = (), *, warmup_steps: int = 0) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        watch: Sequence[Watcher] = (),
+        *,
+        watch_evaluations: Sequence[EvalWatcher] = (),
+        listeners: Sequence[Listener] = (),
+        warmup_steps: int = 0,
+    ) -> None:
         self.plan = plan
-        config = plan.config
-        settings = config.settings()
-        self.config = config
+        self.config = plan.config
+        settings = plan.config.settings()
         self.orchestrator = Orchestrator(settings)
         self.audit = Audit(settings)
-        self.recorder = Recorder(self.orchestrator, [self._write_step, *watch])
+        self.recorder = Recorder(self.orchestrator, [self._write_record, *watch])
+        self._watch_evaluations = [self._write_record, *watch_evaluations]
         self.collector = Collector(settings.group_size, warmup_steps, self.recorder.reading)
-        self.directory: RunDirectory
-        self._stack = ExitStack()
-        self._write_metrics: Callable[[str], object] = lambda line: None
-        self._flush: list[Callable[[], object]] = []
-
-    def __enter__(self) -> Self:
-        self.directory = RunDirectory.create(self.plan.out)
-        self.directory.write_config(dump_toml(self.config))
-        self.exchange.mkdir()
-        journal = self._stack.enter_context(self.directory.lines("journal.jsonl"))
-        metrics = self._stack.enter_context(self.directory.lines("metrics.jsonl"))
-        self._write_metrics = metrics.write
-        self._flush = [journal.flush, metrics.flush]
-        meta = {"model": str(self.plan.model), "seed": self.config.run.seed}
-        self._writer = JournalWriter(journal.write, self.orchestrator.settings, meta)
         self.listeners: list[Listener] = [
             self.recorder,
             _Observer(self.audit.observe),
             _Observer(self.collector.observe),
-            _Journal(self._writer, self.flush),
+            *listeners,
         ]
+        self.directory: RunDirectory
+        self._stack = ExitStack()
+        self._metrics: TextIO
+        self._journal: TextIO
+
+    def __enter__(self) -> Self:
+        resumed = self.plan.resumed is not None
+        make = RunDirectory if resumed else RunDirectory.create
+        self.directory = make(self.plan.out)
+        self.exchange.mkdir(exist_ok=True)
+        # A resumed run writes its journal again, and only then replaces the old one.
+        name = f".{JOURNAL}.resuming" if resumed else JOURNAL
+        self._journal = self._stack.enter_context(self.directory.lines(name, again=resumed))
+        self._metrics = self._stack.enter_context(
+            self.directory.lines(METRICS_OF_STEPS, append=resumed)
+        )
+        meta = {"model": str(self.plan.model), "seed": self.config.run.seed}
+        self._writer = JournalWriter(self._journal.write, self.orchestrator.settings, meta)
+        self.listeners.append(_Journal(self._writer, self.flush))
+        if resumed:
+            read_journal_again(self.plan.out, self.orchestrator, self.listeners)
+            self.flush()
+            self.directory.rename(name, JOURNAL)
+        else:
+            self.directory.write_config(dump_toml(self.config))
         return self
 
     def __exit__(
@@ -133,12 +155,17 @@ class Session:
     def checkpoints(self) -> Path:
         return self.plan.out / "checkpoints"
 
+    @property
+    def checkpoint_to_resume(self) -> Path | None:
+        resumed = self.plan.resumed
+        return None if resumed is None else self.checkpoints / resumed.checkpoint
+
     def judge(self, rewards: Sequence[float]) -> str | None:
         return judge(self.config.algorithm, rewards)
 
     def flush(self) -> None:
-        for flush in self._flush:
-            flush()
+        self._journal.flush()
+        self._metrics.flush()
 
     def close(self, ending: Ending, wall_s: float) -> tuple[Summary, AuditReport]:
         """End the books: the journal's last line, and what the run came to."""
@@ -149,5 +176,14 @@ class Session:
         self.directory.write_metrics({**summary.to_json(), "wall_s": wall_s})
         return summary, report
 
-    def _write_step(self, record: StepRecord) -> None:
-        self._write_metrics(json.dumps(msgspec.to_builtins(record)) + "\n")
+    def examiner(
+        self, outside: evaluation.Outside, post: Callable[[Event], None]
+    ) -> Examiner | None:
+        """Who evaluates, if there is something to evaluate with."""
+        if self.plan.task.eval_stream is None:
+            return None
+        steps = self.config.run.steps
+        return Examiner(self.plan.task, outside, post, steps, self._watch_evaluations)
+
+    def _write_record(self, record: StepRecord | EvalRecord) -> None:
+        self._metrics.write(json.dumps(msgspec.to_builtins(record)) + "\n")

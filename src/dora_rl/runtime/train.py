@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,12 @@ from dora_rl.core.errors import UserError
 from dora_rl.extras import require
 from dora_rl.observe.metrics import Summary
 from dora_rl.runtime.config import RunConfig
+from dora_rl.runtime.evaluation import EvalRecord, EvalWatcher
+from dora_rl.runtime.leftover import read_leftover
+from dora_rl.runtime.listening import Listener
 from dora_rl.runtime.recording import StepRecord, Watcher
 from dora_rl.runtime.session import Ending, Plan, Session
+from dora_rl.store.rundir import CONFIG
 from dora_rl.tasks.task import Task
 
 USER = "dora-rl train"
@@ -33,6 +37,7 @@ class Run:
     directory: Path
     ending: Ending
     steps: tuple[StepRecord, ...]
+    evaluations: tuple[EvalRecord, ...]
     summary: Summary
     audit: AuditReport
 
@@ -84,6 +89,15 @@ def prepare(
     return Plan(config, model, task, out)
 
 
+def resume(run: str | Path, *, prompts: Any = None, reward: Any = None, **more: Any) -> Plan:
+    """The plan of a run that was stopped; objects that it was started with are given again."""
+    run = Path(run)
+    leftover = read_leftover(run)
+    config = read_config(run / CONFIG)
+    plan = prepare(config, prompts=prompts, reward=reward, **more)
+    return replace(plan, out=run, resumed=leftover)
+
+
 def find_model(path: str) -> Path:
     """A model directory, or that of a packaged model by its name."""
     if path == "quickstart":
@@ -99,20 +113,26 @@ def execute(
     plan: Plan,
     *,
     watch: Sequence[Watcher] = (),
-    started: Callable[[Session], object] | None = None,
+    watch_evaluations: Sequence[EvalWatcher] = (),
+    listeners: Sequence[Listener] = (),
     warmup_steps: int = 0,
 ) -> Run:
-    """Run a plan to its end; `watch` is told of every step."""
+    """Run a plan to its end; `watch` is told of every step, `listeners` of all that happens."""
     from dora_rl.runtime.inline import InlineRuntime
     from dora_rl.runtime.local.runtime import LocalRuntime
 
     steps: list[StepRecord] = []
     begin = time.perf_counter()
-    with Session(plan, [steps.append, *watch], warmup_steps=warmup_steps) as session:
+    evaluations: list[EvalRecord] = []
+    with Session(
+        plan,
+        [steps.append, *watch],
+        watch_evaluations=[evaluations.append, *watch_evaluations],
+        listeners=listeners,
+        warmup_steps=warmup_steps,
+    ) as session:
         inline = plan.config.runtime.kind == "inline"
         runtime = InlineRuntime(session) if inline else LocalRuntime(session)
-        if started is not None:
-            started(session)
         ending = Ending(False, "the run failed")
         try:
             with _interruptible(runtime.stop):
@@ -122,7 +142,7 @@ def execute(
             raise
         finally:
             summary, audit = session.close(ending, time.perf_counter() - begin)
-    return Run(plan.out, ending, tuple(steps), summary, audit)
+    return Run(plan.out, ending, tuple(steps), tuple(evaluations), summary, audit)
 
 
 def train(

@@ -2,6 +2,7 @@
 
     config.toml      the resolved configuration
     metrics.json     what was measured
+    metrics.jsonl    the same of every train step, where there was a trainer
     journal.jsonl    every event and the commands that answered it
     PARADIGM/        the same again for each paradigm, where a simulation ran several
 
@@ -14,13 +15,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 from dora_rl.core.errors import UserError
 
 CONFIG = "config.toml"
 JOURNAL = "journal.jsonl"
 METRICS = "metrics.json"
+METRICS_OF_STEPS = "metrics.jsonl"
 _BUFFER = 1 << 20  # a big run writes millions of short lines
 
 
@@ -57,10 +59,18 @@ class RunDirectory:
         os.replace(partial, self.path / name)
 
     @contextmanager
-    def lines(self, name: str) -> Iterator[TextIO]:
-        """A new file that grows by lines, buffered, never held as a whole."""
-        with open(self.path / name, "x", encoding="ascii", newline="\n", buffering=_BUFFER) as file:
+    def lines(self, name: str, *, append: bool = False, again: bool = False) -> Iterator[TextIO]:
+        """A new file that grows by lines, buffered, never held as a whole.
+
+        One that is there is refused, unless it is to be appended to, or written again.
+        """
+        mode: Literal["a", "w", "x"] = "a" if append else "w" if again else "x"
+        path = self.path / name
+        with open(path, mode, encoding="ascii", newline="\n", buffering=_BUFFER) as file:
             yield file
+
+    def rename(self, old: str, new: str) -> None:
+        os.replace(self.path / old, self.path / new)
 
     @contextmanager
     def journal(self) -> Iterator[Callable[[str], object]]:

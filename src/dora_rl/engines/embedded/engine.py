@@ -22,11 +22,12 @@ from dora_rl.engines.base import (
     Sampled,
     Sampling,
     VersionLoad,
+    check_extension,
 )
 from dora_rl.engines.embedded import moving
 from dora_rl.engines.embedded.forwarding import Chunk, Forwarder
 from dora_rl.engines.embedded.kv import KvPool
-from dora_rl.engines.embedded.refusals import check_request, check_tensors
+from dora_rl.engines.embedded.refusals import check_request, check_tensors, check_vocabulary
 from dora_rl.engines.embedded.sampler import Draw, SamplingPlan, sample
 from dora_rl.engines.embedded.scheduler import Scheduler
 from dora_rl.engines.embedded.sequences import Prompt, Sequence, Stage
@@ -155,6 +156,18 @@ class EmbeddedEngine:
             self._stops[request.trajectory] = StopStrings(request.sampling.stop, self._tokenizer)
         self._scheduler.add(request)
 
+    def extend(self, trajectory: TrajectoryId, tokens: tuple[int, ...]) -> None:
+        sequence = self._sequence(trajectory)
+        if sequence.stage is not Stage.HELD:
+            raise RequestRefused(
+                f"trajectory `{trajectory}` is not held: it is {sequence.stage}. Submit it with "
+                "`hold`, and extend it when its turn has ended."
+            )
+        response = len(sequence.own) - 1
+        check_extension(sequence.request, response, tokens, self.config.context)
+        check_vocabulary(trajectory, tokens, self.config)
+        self._scheduler.extend(sequence, tokens)
+
     def cancel(self, trajectory: TrajectoryId) -> bool:
         sequence = self._scheduler.sequences.get(trajectory)
         if sequence is None:
@@ -187,8 +200,13 @@ class EmbeddedEngine:
                 "same weights."
             )
         kv = moving.kv_of(self.config, export, self._pool.keys_LNKDT.dtype)
+        check_vocabulary(request.trajectory, export.generated[-1:], self.config)
         self.submit(request)
-        self._scheduler.bring(self._sequence(request.trajectory), kv)
+        sequence = self._sequence(request.trajectory)
+        self._scheduler.bring(sequence, kv)
+        if export.held:
+            sequence.own.append(export.generated[-1])
+            self._scheduler.hold(sequence)
         return request.trajectory
 
     # Work
@@ -219,6 +237,7 @@ class EmbeddedEngine:
                 waiting=stages.count(Stage.QUEUED),
                 parked=stages.count(Stage.PARKED),
                 tokens_per_s=self._rates.tokens_per_s(version),
+                held=stages.count(Stage.HELD),
             )
         return Load(
             slots=self.settings.slots,
@@ -292,7 +311,9 @@ class EmbeddedEngine:
                 )
             )
             self._rates.add(sequence.version, 1)
-            if finish is not None:
+            if finish is not None and sequence.request.hold:
+                self._scheduler.hold(sequence)
+            elif finish is not None:
                 self._forget(sequence)
         return outputs
 
@@ -302,7 +323,7 @@ class EmbeddedEngine:
         if token in sampling.stop_token_ids or token in ends:
             return FinishReason.STOP_TOKEN
         stops = self._stops.get(sequence.id)
-        if stops is not None and stops.completed(sequence.own[1:]):
+        if stops is not None and stops.completed(sequence.turn):
             return FinishReason.STOP_STRING
         if len(sequence.own) - 1 >= sampling.max_tokens:
             return FinishReason.MAX_TOKENS

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dora_rl.engines.embedded.sequences import Sequence
+from dora_rl.engines.embedded.sequences import Sequence, Stage
 from dora_rl.engines.errors import ImportRefused
 from dora_rl.engines.wire import Export
 from dora_rl.models.config import ModelConfig
@@ -28,6 +28,9 @@ def export(config: ModelConfig, sequence: Sequence, digest: str, kv_L2TKD: Tenso
         generated=tuple(sequence.generated),
         seed=request.seed,
         sampling=request.sampling,
+        hold=request.hold,
+        held=sequence.stage is Stage.HELD,
+        turn_start=sequence.turn_start,
         kv_dtype=str(kv_L2TKD.dtype).removeprefix("torch."),
         kv_shape=tuple(kv_L2TKD.shape),
         kv=tuple(_bytes_of(layer).tobytes() for layer in kv_L2TKD.contiguous()),

@@ -1,10 +1,11 @@
 """What the embedded engine does not take, each with the value and the fix. Nothing is changed."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from torch import Tensor
 
+from dora_rl.core.types import TrajectoryId
 from dora_rl.engines.base import Request
 from dora_rl.engines.embedded.kv import KvPool
 from dora_rl.engines.errors import RequestRefused
@@ -23,12 +24,8 @@ def check_request(
             f"the prompt of {name} has {known} tokens, prefix included: the context of this "
             f"model is {config.context}, and a token must fit in after it. Shorten it."
         )
-    for token in (*request.prompt, *request.prefix, *request.sampling.stop_token_ids):
-        if not 0 <= token < config.vocab_size:
-            raise RequestRefused(
-                f"{name} has the token `{token}`: the vocabulary has {config.vocab_size}. "
-                "Is it another model's tokenizer?"
-            )
+    named = (*request.prompt, *request.prefix, *request.sampling.stop_token_ids)
+    check_vocabulary(request.trajectory, named, config)
     if request.sampling.stop and not has_tokenizer:
         raise RequestRefused(
             f"{name} asks for stop strings, and this model has no tokenizer.json. "
@@ -43,6 +40,15 @@ def check_request(
             f"`{pool.num_blocks * pool.block_tokens}`. Raise rollout.kv_budget_tokens, or lower "
             "max_tokens."
         )
+
+
+def check_vocabulary(trajectory: TrajectoryId, tokens: Iterable[int], config: ModelConfig) -> None:
+    for token in tokens:
+        if not 0 <= token < config.vocab_size:
+            raise RequestRefused(
+                f"trajectory {trajectory} has the token `{token}`: the vocabulary has "
+                f"{config.vocab_size}. Is it another model's tokenizer?"
+            )
 
 
 def check_tensors(config: ModelConfig, directory: Path, tensors: Mapping[str, Tensor]) -> None:

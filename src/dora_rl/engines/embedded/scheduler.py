@@ -1,13 +1,13 @@
-"""Who runs, who waits and who is parked: slots and KV blocks of one engine.
+"""Who runs, who waits, who is parked and who is held: slots and KV blocks of one engine.
 
 First come, first served: a trajectory never overtakes an older one, and when the KV memory is
 full the youngest gives way. Its KV moves to the host and comes back: nothing is dropped and
-nothing computed twice. Since every admitted request fits the memory alone, the oldest always
-gets on, so every trajectory ends.
+nothing computed twice. Before one that runs gives way, all KV that nobody reads now does. Since
+every admitted request fits the memory alone, the oldest always gets on, so every trajectory ends.
 """
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -58,6 +58,9 @@ class Scheduler:
     def park(self, sequence: Sequence, reason: ParkReason) -> None:
         """Move the KV to the host and give up the slot. Parked already: only the reason."""
         sequence.parked_for = reason
+        if sequence.stage is Stage.HELD:
+            self._offload(sequence.kv)
+            return
         if sequence.stage is not Stage.PARKED:
             self._offload(sequence.kv)
             self._leave(sequence)
@@ -68,18 +71,32 @@ class Scheduler:
             self._candidates.pop(sequence.order, None)
 
     def resume(self, sequence: Sequence) -> None:
-        """Queue a parked sequence again, at the place of its age."""
-        if sequence.stage is Stage.PARKED and sequence.parked_for is ParkReason.ASKED:
+        """Queue a sequence that was parked by request again, unless it is held."""
+        if sequence.parked_for is ParkReason.ASKED:
             sequence.parked_for = None
-            sequence.move_to(Stage.QUEUED)
-            self._enter(sequence)
+            if sequence.stage is Stage.PARKED:
+                self._queue(sequence)
+
+    def hold(self, sequence: Sequence) -> None:
+        """Out of its slot, or out of the queue, with its KV where it is."""
+        self._leave(sequence)
+        sequence.move_to(Stage.HELD)
+        self._holes = True
+
+    def extend(self, sequence: Sequence, tokens: Iterable[int]) -> None:
+        """Append to a held sequence and queue it, or park it if it was asked to be."""
+        sequence.own += tokens
+        sequence.turn_start = len(sequence.generated)
+        if sequence.parked_for is None:
+            self._queue(sequence)
+        else:
+            sequence.move_to(Stage.PARKED)
 
     def carry(self, sequence: Sequence, version: Version) -> None:
         """Go on under another version: the KV is of the old weights and must go."""
         if sequence.stage is Stage.RUNNING:
             self._leave(sequence)
-            sequence.move_to(Stage.QUEUED)
-            self._enter(sequence)
+            self._queue(sequence)
         self._release(sequence.kv)
         tokens = sequence.prompt.tokens
         self._let_go(sequence.prompt)
@@ -87,14 +104,14 @@ class Scheduler:
         sequence.version = version
 
     def kv_of(self, sequence: Sequence) -> Tensor:
-        """A copy of all KV of a parked sequence: that of its prompt, then its own."""
+        """A copy of all KV of a sequence without a slot: that of its prompt, then its own."""
         parts = [self._peek(sequence.prompt.kv)]
         if sequence.prompt.whole:
             parts.append(self._peek(sequence.kv))
         return torch.cat(parts, 2)
 
     def bring(self, sequence: Sequence, kv_L2TKD: Tensor) -> None:
-        """Give a queued sequence the KV that it had elsewhere."""
+        """Give a new sequence the KV that it had elsewhere."""
         prompt = sequence.prompt
         before = len(prompt.tokens)
         if prompt.kv.tokens == 0 and not prompt.readers:
@@ -134,7 +151,7 @@ class Scheduler:
             parked = sequence.stage is Stage.PARKED
             # One that gave way waits until the others could grow, lest it give way again.
             slack = len(self.running) if parked else 0
-            if not self._make_room(self._blocks_to_start(sequence) + slack, keep=sequence.prompt):
+            if not self._make_room(self._blocks_to_start(sequence) + slack, keep=sequence):
                 return
             heapq.heappop(self._by_age)
             del self._candidates[sequence.order]
@@ -147,6 +164,7 @@ class Scheduler:
         prompt.readers += 1
         if not prompt.kv.blocks:
             prompt.kv.low = prompt.holders == 1
+        self._holes |= bool(own.blocks)  # others may have started beyond what was held
         self._provide(prompt.kv, len(prompt.tokens))
         self._provide(own, len(sequence.own))
         sequence.parked_for = None
@@ -157,15 +175,34 @@ class Scheduler:
     def _blocks_to_start(self, sequence: Sequence) -> int:
         prompt = self.pool.blocks_for(len(sequence.prompt.tokens))
         own = self.pool.blocks_for(len(sequence.own))
-        return prompt - len(sequence.prompt.kv.blocks) + own
+        return prompt - len(sequence.prompt.kv.blocks) + own - len(sequence.kv.blocks)
 
-    def _make_room(self, blocks: int, keep: Prompt | None = None) -> bool:
-        """Whether so many blocks are free, prompts that nobody reads now being moved out."""
-        if self.pool.free < blocks:
-            for prompt in self._prompts.values():
-                if prompt.readers == 0 and prompt.kv.blocks and prompt is not keep:
-                    self._offload(prompt.kv)
-        return self.pool.free >= blocks
+    def _make_room(self, blocks: int, keep: Sequence | None = None) -> bool:
+        """Whether so many blocks are free, KV that nobody reads now being moved out."""
+        if self.pool.free >= blocks:
+            return True
+        kept = (keep.kv, keep.prompt.kv) if keep else ()
+        resting = [kv for kv in self._at_rest() if kv not in kept]
+        if self.pool.free + sum(len(kv.blocks) for kv in resting) < blocks:
+            return False
+        for kv in resting:
+            if self.pool.free < blocks:
+                self._offload(kv)
+        return True
+
+    def _at_rest(self) -> Iterator[Cached]:
+        """KV in the pool that nobody reads now, in the order in which it gives way."""
+        for prompt in self._prompts.values():
+            if prompt.readers == 0 and prompt.kv.blocks:
+                yield prompt.kv
+        for stage in (Stage.HELD, Stage.QUEUED):  # what is queued is needed sooner
+            for sequence in reversed(self.sequences.values()):
+                if sequence.stage is stage and sequence.kv.blocks:
+                    yield sequence.kv
+
+    def _queue(self, sequence: Sequence) -> None:
+        sequence.move_to(Stage.QUEUED)
+        self._enter(sequence)
 
     def _enter(self, sequence: Sequence) -> None:
         if sequence.order not in self._candidates:
@@ -224,22 +261,26 @@ class Scheduler:
         kv.tokens = 0
 
     def _compact(self) -> None:
-        """Close the holes that ended sequences left: attention reads over them."""
+        """Close the holes between what is read: attention reads over them."""
         if not self._holes:
             return
         self._holes = False
-        held = [sequence.kv for sequence in self.running.values()]
-        held += [prompt.kv for prompt in self._prompts.values()]
+        read = [sequence.kv for sequence in self.running.values()]
+        read += [prompt.kv for prompt in self._prompts.values() if prompt.readers]
         for low in (True, False):
-            self._close_holes([kv for kv in held if kv.low is low], low=low)
+            self._close_holes([kv for kv in read if kv.low is low], low=low)
 
     def _close_holes(self, holders: Iterable[Cached], *, low: bool) -> None:
         places = [(block, kv, i) for kv in holders for i, block in enumerate(kv.blocks)]
         if not places:
             return
-        outermost = max(places)[0] + 1 if low else self.pool.num_blocks - min(places)[0]
-        if outermost <= 1.5 * len(places) + _COMPACT_SLACK:
+        first, last = min(places)[0], max(places)[0]
+        if last - first + 1 <= 1.5 * len(places) + _COMPACT_SLACK:
             return
+        # What rests may do so for long, and every step would read over it.
+        for kv in list(self._at_rest()):
+            if any(block < last if low else block > first for block in kv.blocks):
+                self._offload(kv)
         for block, kv, i in sorted(places, key=lambda place: place[0], reverse=low):
             target = self.pool.take_low() if low else self.pool.take_high()
             if (target > block) == low:

@@ -1,8 +1,9 @@
 """A trajectory inside the engine, and the prompt that it may share: data, no decisions.
 
 The KV of a sequence has two parts: that of its prompt but the last token, shared by all
-sequences of the same version and prompt, and its own: the last prompt token and what it
-generated. Each part is in the pool (blocks), or on the host (a plain tensor), or not there yet.
+sequences of the same version and prompt, and its own: the last prompt token and all after it,
+sampled or observed. Each part is in the pool (blocks), or on the host (a plain tensor), or not
+there yet.
 """
 
 from dataclasses import dataclass, field
@@ -18,12 +19,14 @@ class Stage(StrEnum):
     QUEUED = "queued"  # waits for a slot
     RUNNING = "running"  # has a slot, and its KV in the pool
     PARKED = "parked"  # no slot until it is resumed; its KV is on the host
+    HELD = "held"  # its turn has ended: no slot until it is extended; its KV is kept
 
 
 STAGE_MOVES: dict[Stage, frozenset[Stage]] = {
-    Stage.QUEUED: frozenset({Stage.RUNNING, Stage.PARKED}),
-    Stage.RUNNING: frozenset({Stage.PARKED, Stage.QUEUED}),
+    Stage.QUEUED: frozenset({Stage.RUNNING, Stage.PARKED, Stage.HELD}),
+    Stage.RUNNING: frozenset({Stage.PARKED, Stage.QUEUED, Stage.HELD}),
     Stage.PARKED: frozenset({Stage.QUEUED, Stage.RUNNING}),
+    Stage.HELD: frozenset({Stage.QUEUED, Stage.PARKED}),
 }
 
 
@@ -74,14 +77,16 @@ class Sequence:
     request: Request
     order: int
     prompt: Prompt
-    own: list[int]  # the last prompt token and what was generated
+    own: list[int]  # the last prompt token and all after it
     kv: Cached = field(default_factory=Cached)
     stage: Stage = Stage.QUEUED
-    parked_for: ParkReason | None = None
+    parked_for: ParkReason | None = None  # one that is held can be parked too
     version: Version = field(init=False)
+    turn_start: int = field(init=False)  # index into `generated`
 
     def __post_init__(self) -> None:
         self.version = self.request.version
+        self.turn_start = self.request.turn_start
 
     def move_to(self, stage: Stage) -> None:
         self.stage = check_move(STAGE_MOVES, self.stage, stage, f"trajectory {self.id}")
@@ -92,7 +97,13 @@ class Sequence:
 
     @property
     def generated(self) -> list[int]:
+        """The response: sampled, and observed between turns."""
         return self.own[1:]
+
+    @property
+    def turn(self) -> list[int]:
+        """What was sampled since the environment last spoke."""
+        return self.own[1 + self.turn_start :]
 
     @property
     def known(self) -> list[int]:
@@ -106,7 +117,7 @@ class Sequence:
 
     @property
     def unread(self) -> int:
-        """Own tokens before the last that are not in the KV: a prefix to be read first."""
+        """Own tokens before the last that are not in the KV: to be read first."""
         return len(self.own) - 1 - self.kv.tokens
 
     @property

@@ -24,6 +24,7 @@ class Channel:
         self.socket = sock
         self._frames = Frames(_LARGEST)
         self._unsent: deque[memoryview] = deque()
+        self._unread: list[ms.Message] = []
 
     @property
     def unsent(self) -> bool:
@@ -51,6 +52,9 @@ class Channel:
 
     def receive(self) -> list[ms.Message]:
         """The messages that have come; waits for bytes if the socket does."""
+        if self._unread:
+            messages, self._unread = self._unread, []
+            return messages
         try:
             data = self.socket.recv(_CHUNK)
         except BlockingIOError:
@@ -61,9 +65,13 @@ class Channel:
             raise Gone
         return [ms.decode(content) for content in self._frames.feed(data)]
 
+    def put_back(self, messages: list[ms.Message]) -> None:
+        """Receive these again, before all others."""
+        self._unread = [*messages, *self._unread]
+
     def wait(self, timeout_s: float | None) -> bool:
         """Whether there is something to receive, within the time given."""
-        return bool(select.select([self.socket], [], [], timeout_s)[0])
+        return bool(self._unread) or bool(select.select([self.socket], [], [], timeout_s)[0])
 
     def close(self) -> None:
         self.socket.close()

@@ -40,7 +40,13 @@ def main(fd: int) -> int:
 
 
 def _run(channel: Channel) -> None:
-    setup = _first(channel)
+    messages = channel.receive()
+    while not messages:
+        messages = channel.receive()
+    setup, *rest = messages
+    if not isinstance(setup, ms.Setup):
+        raise TypeError(f"the first message must be a setup: {setup}")
+    channel.put_back(rest)
     _die_with(setup.driver)
     config = validate(RunConfig, setup.config, "the driver's configuration")
     _limit_threads(setup.threads)
@@ -48,14 +54,6 @@ def _run(channel: Channel) -> None:
         _serve_training(channel, setup, config)
     else:
         _serve_rollout(channel, setup, config)
-
-
-def _first(channel: Channel) -> ms.Setup:
-    while True:
-        for message in channel.receive():
-            if not isinstance(message, ms.Setup):
-                raise TypeError(f"the first message must be a setup: {message}")
-            return message
 
 
 def _serve_rollout(channel: Channel, setup: ms.Setup, config: RunConfig) -> None:
@@ -68,7 +66,7 @@ def _serve_rollout(channel: Channel, setup: ms.Setup, config: RunConfig) -> None
         setup.incarnation,
         make_engine(config, Path(setup.model)),
         WeightStore(Path(setup.weights)).path,
-        sampling_of(config),
+        sampling_of(config, evaluation=setup.evaluation),
         config.run.seed,
     )
     instance.join()

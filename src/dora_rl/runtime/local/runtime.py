@@ -16,8 +16,10 @@ from dora_rl.core.types import InstanceId, Version
 from dora_rl.runtime import messages as ms
 from dora_rl.runtime.driver import Driver
 from dora_rl.runtime.errors import RunFailed
+from dora_rl.runtime.evaluation import EVALUATOR, FIRST_TICKET, Examiner
 from dora_rl.runtime.local.channel import Gone
 from dora_rl.runtime.local.processes import PartProcess
+from dora_rl.runtime.resuming import go_on
 from dora_rl.runtime.saving import Saver
 from dora_rl.runtime.session import Ending, Session
 from dora_rl.tasks.workers.scores import ScoreJob
@@ -65,6 +67,10 @@ class LocalRuntime:
         )
         self._saver = Saver(self.driver, session, self)
         self.driver.listeners.append(self._saver)
+        self._evaluator: PartProcess | None = None
+        self._examiner = session.examiner(self, self.driver.post)
+        if self._examiner is not None:
+            self.driver.listeners.append(self._examiner)
 
     def stop(self) -> None:
         """Finish the step that is under way, save, and end. Safe to call from a signal."""
@@ -73,7 +79,7 @@ class LocalRuntime:
     def run(self) -> Ending:
         """Until the core halts, or the run was asked to stop and has saved."""
         task = self._session.plan.task
-        (self._session.plan.out / "logs").mkdir()
+        (self._session.plan.out / "logs").mkdir(exist_ok=True)
         self._scores = task.score_pool() if task.rewards else None
         self._episodes = task.environment_pool() if task.has_environment else None
         try:
@@ -81,10 +87,16 @@ class LocalRuntime:
                 if pool is not None:
                     for fd in pool.filenos():
                         self._selector.register(fd, selectors.EVENT_READ, None)
+            incarnations: dict[InstanceId, int] = {}
+            resumed = self._session.plan.resumed
+            if resumed is not None:
+                self._began = time.monotonic() - resumed.now
             self._start_trainer()
+            if resumed is not None:
+                incarnations = go_on(self.driver, self._session.orchestrator, resumed)
             for name in range(self._config.runtime.instances):
-                self._start_instance(name, 0)
-            while not self._saver.done:
+                self._start_instance(name, incarnations.get(name, 0))
+            while not self._done:
                 self._turn()
             return self._saver.ending()
         finally:
@@ -94,6 +106,18 @@ class LocalRuntime:
                     pool.close()
             self._selector.close()
 
+    @property
+    def _done(self) -> bool:
+        examining = self._examiner is not None and self._examiner.busy
+        return self._saver.done and (self._saver.interrupted or not examining)
+
+    def _asker(self, ticket: int) -> Driver | Examiner:
+        """Who asked for a reward or an environment's answer."""
+        if ticket < FIRST_TICKET:
+            return self.driver
+        assert self._examiner is not None
+        return self._examiner
+
     def _turn(self) -> None:
         """Wait for whatever comes next, and let the driver have it."""
         for key, mask in self._selector.select(self._wait_s()):
@@ -101,10 +125,10 @@ class LocalRuntime:
                 self._serve(key.data, mask)
         if self._scores is not None:
             for outcome in self._scores.poll():
-                self.driver.scored(outcome)
+                self._asker(outcome.ticket).scored(outcome)
         if self._episodes is not None:
             for reply in self._episodes.poll():
-                self.driver.answered(reply)
+                self._asker(reply.ticket).answered(reply)
         if self._timer_at is not None and self.now() >= self._timer_at:
             self._timer_at = None
             self.driver.ring()
@@ -132,7 +156,7 @@ class LocalRuntime:
                 f"`{self._config.runtime.stop_timeout_s}`. Raise it."
             )
         limit = self._config.runtime.start_timeout_s
-        if not self._trainer_ready and self.now() > limit:
+        if not self._trainer_ready and self.now() > self._ready_by:
             raise RunFailed(f"the trainer was not ready after {limit:.0f} s")
         for instance in self._instances.values():
             if not instance.joined and self.now() > instance.started_at + limit:
@@ -153,7 +177,13 @@ class LocalRuntime:
         )
 
     def _start_trainer(self) -> None:
-        setup = self._setup("trainer", self._config.threads().train)
+        self._ready_by = self.now() + self._config.runtime.start_timeout_s
+        checkpoint = self._session.checkpoint_to_resume
+        setup = self._setup(
+            "trainer",
+            self._config.threads().train,
+            checkpoint=None if checkpoint is None else str(checkpoint.resolve()),
+        )
         log = self._session.plan.out / "logs" / "trainer.log"
         self._trainer = PartProcess("the trainer", setup, log)
         self._watch(self._trainer)
@@ -191,9 +221,14 @@ class LocalRuntime:
         if process is self._trainer:
             if isinstance(message, ms.TrainerReady):
                 self._trainer_ready = True
-                self.to_trainer(ms.PublishVersion(0))
+                if self._session.plan.resumed is None:
+                    self.to_trainer(ms.PublishVersion(0))
             self.driver.from_trainer(message)
             self._saver.from_trainer(message)
+            return
+        if process is self._evaluator:
+            assert self._examiner is not None
+            self._examiner.from_evaluator(message)
             return
         for instance in self._instances.values():
             if instance.process is process:
@@ -209,6 +244,11 @@ class LocalRuntime:
         process.kill()
         if process is self._trainer:
             raise RunFailed(f"{why}. See {self._session.plan.out / 'logs' / 'trainer.log'}.")
+        if process is self._evaluator:
+            assert self._examiner is not None
+            self._evaluator = None
+            self._examiner.lost()
+            return
         instance = next(i for i in self._instances.values() if i.process is process)
         failures = 0 if self.now() - instance.started_at > _FEWEST_S else instance.failures + 1
         if failures > _MOST_RESTARTS:
@@ -219,7 +259,8 @@ class LocalRuntime:
 
     def _end_parts(self) -> None:
         parts = [instance.process for instance in self._instances.values()]
-        for process in [*parts, *([self._trainer] if self._trainer else [])]:
+        parts += [part for part in (self._trainer, self._evaluator) if part is not None]
+        for process in parts:
             with suppress(KeyError, ValueError):
                 self._selector.unregister(process.channel.socket)
             process.end()
@@ -250,6 +291,15 @@ class LocalRuntime:
     def to_every_rollout(self, message: ms.ToRollout) -> None:
         for instance in self._instances.values():
             self._send(instance.process, message)
+
+    def to_evaluator(self, message: ms.ToRollout) -> None:
+        if self._evaluator is None:
+            threads = self._config.threads().rollout
+            setup = self._setup("rollout", threads, instance=EVALUATOR, evaluation=True)
+            log = self._session.plan.out / "logs" / "evaluator.log"
+            self._evaluator = PartProcess("the evaluator", setup, log)
+            self._watch(self._evaluator)
+        self._send(self._evaluator, message)
 
     def to_trainer(self, message: ms.ToTrainer) -> None:
         assert self._trainer is not None

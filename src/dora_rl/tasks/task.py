@@ -1,0 +1,205 @@
+"""Everything of a task that a run needs, opened from its settings or from Python objects."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from dora_rl.samples import Trajectory
+from dora_rl.tasks.encoding import Encoder
+from dora_rl.tasks.errors import TaskError
+from dora_rl.tasks.names import label_of, name_of
+from dora_rl.tasks.prompts import Prompt, PromptStream, prompt_of
+from dora_rl.tasks.settings import TaskSettings
+from dora_rl.tasks.sources import open_source
+from dora_rl.tasks.workers.scores import ScoreJob, ScorePool
+from dora_rl.tasks.workers.sessions import EnvironmentPool
+from dora_rl.tasks.workers.wire import Part
+
+Reward: TypeAlias = str | Callable[..., Any]
+Rewards: TypeAlias = Reward | Sequence[Reward] | Mapping[str, Reward]
+
+
+class Task:
+    """Prompts, encoder, rewards and environment of one run."""
+
+    def __init__(
+        self,
+        settings: TaskSettings,
+        *,
+        stream: PromptStream,
+        eval_stream: PromptStream | None,
+        encoder: Encoder | None,
+        rewards: tuple[Part, ...],
+        environment: Part | None,
+    ) -> None:
+        self.settings = settings
+        self.stream = stream
+        self.eval_stream = eval_stream
+        self.rewards = rewards
+        self._encoder = encoder
+        self._environment = environment
+
+    @classmethod
+    def open(
+        cls,
+        settings: TaskSettings,
+        *,
+        model_directory: str | Path | None,
+        seed: int,
+        reward: Rewards | None = None,
+        prompts: Any = None,
+        environment: str | Callable[..., Any] | None = None,
+        eval_prompts: Any = None,
+    ) -> "Task":
+        """Open what the settings name; an object given here stands in for a name.
+
+        Without a model directory there is no encoder.
+        """
+        rewards = reward_parts(settings.reward if reward is None else reward)
+        environment = settings.environment if environment is None else environment
+        if not rewards and environment is None:
+            raise TaskError(
+                "task.reward is missing. Name a reward, or an environment that gives it."
+            )
+        if prompts is None and settings.prompts is None:
+            raise TaskError(
+                "task.prompts is missing. Name a JSONL file, or pass --set task.prompts=…"
+            )
+        stream = _stream(
+            settings, settings.prompts if prompts is None else prompts, settings.options, seed
+        )
+        evaluate = settings.eval_prompts if eval_prompts is None else eval_prompts
+        once = settings.model_copy(update={"shuffle": False, "epochs": 1})
+        eval_stream = (
+            None
+            if evaluate is None
+            else _stream(once, evaluate, settings.eval_options, seed, settings.eval_size)
+        )
+        return cls(
+            settings,
+            stream=stream,
+            eval_stream=eval_stream,
+            encoder=None if model_directory is None else Encoder(model_directory, settings),
+            rewards=rewards,
+            environment=None
+            if environment is None
+            else Part(name=label_of(environment), function=environment),
+        )
+
+    @property
+    def encoder(self) -> Encoder:
+        if self._encoder is None:
+            raise TaskError("this task has no model. Open it with a model directory.")
+        return self._encoder
+
+    @property
+    def has_environment(self) -> bool:
+        return self._environment is not None
+
+    def job(self, prompt: Prompt, response: str, trajectory: Trajectory | None = None) -> ScoreJob:
+        """What the rewards are to judge."""
+        return ScoreJob(
+            response=response,
+            prompt=prompt.text if prompt.text is not None else list(prompt.messages or ()),
+            example=prompt.example,
+            answer=prompt.answer,
+            trajectory=trajectory,
+        )
+
+    def score_pool(self) -> ScorePool:
+        """Workers for the rewards; the caller closes them."""
+        if not self.rewards:
+            raise TaskError("task.reward is missing: the rewards are the environment's.")
+        settings = self.settings
+        return ScorePool(
+            self.rewards,
+            workers=settings.reward_workers,
+            timeout_s=settings.reward_timeout_s,
+            memory_mb=settings.reward_memory_mb,
+            network=settings.reward_network,
+        )
+
+    def environment_pool(self) -> EnvironmentPool:
+        """Workers for the environment; the caller closes them."""
+        if self._environment is None:
+            raise TaskError("task.environment is missing. Name a class: module:Class.")
+        settings = self.settings
+        return EnvironmentPool(
+            self._environment,
+            workers=settings.reward_workers,
+            timeout_s=settings.reward_timeout_s,
+            memory_mb=settings.reward_memory_mb,
+            network=settings.reward_network,
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of prompts, tokenizer, template, rewards and environment by name."""
+        parts = [*self.rewards, *([] if self._environment is None else [self._environment])]
+        content = {
+            "prompts": self.stream.fingerprint,
+            "encoder": None if self._encoder is None else self._encoder.fingerprint,
+            "parts": [[part.name, _shown(part), part.weight, part.options] for part in parts],
+        }
+        text = json.dumps(content, sort_keys=True, default=str)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def reward_parts(reward: Any) -> tuple[Part, ...]:
+    """Rewards in any form that settings or the Python API have them, as parts with names."""
+    if reward is None:
+        return ()
+    if isinstance(reward, Mapping):
+        return tuple(Part(name=name, function=function) for name, function in reward.items())
+    if isinstance(reward, str) or callable(reward):
+        reward = [reward]
+    parts = []
+    for entry in reward:
+        if isinstance(entry, Part):
+            parts.append(entry)
+        elif isinstance(entry, str) or callable(entry):
+            parts.append(Part(name=label_of(entry), function=entry))
+        else:
+            function = entry.function or entry.name
+            parts.append(
+                Part(
+                    name=entry.name or label_of(function),
+                    function=function,
+                    weight=entry.weight,
+                    options=entry.options,
+                )
+            )
+    names = [part.name for part in parts]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise TaskError(f"task.reward has two of one name: `{twice}`. Give each a name of its own.")
+    return tuple(parts)
+
+
+def _stream(
+    settings: TaskSettings,
+    prompts: Any,
+    options: Mapping[str, Any],
+    seed: int,
+    limit: int | None = None,
+) -> PromptStream:
+    source = open_source(
+        prompts, seed=seed, key=settings.prompt_key, options=options, check=prompt_of
+    )
+    return PromptStream(
+        source,
+        seed=seed,
+        shuffle=settings.shuffle,
+        epochs=settings.epochs,
+        prompt_key=settings.prompt_key,
+        answer_key=settings.answer_key,
+        limit=limit,
+    )
+
+
+def _shown(part: Part) -> str:
+    if isinstance(part.function, str):
+        return part.function
+    return name_of(part.function) or part.name

@@ -1,0 +1,301 @@
+"""The driver's side of the workers: start, feed, watch, kill, replace.
+
+Every worker has at most one request at a time, and a time limit for it. Whatever becomes of a
+worker is told once, as an event. Knows nothing of rewards and environments.
+"""
+
+import selectors
+import signal
+import socket
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+
+from dora_rl.tasks.workers.births import Nursery, start_nursery
+from dora_rl.tasks.workers.wire import (
+    Answer,
+    Ended,
+    Frames,
+    Isolation,
+    Kill,
+    Program,
+    Ready,
+    Report,
+    Spawn,
+    Word,
+    frame,
+)
+
+_CHUNK = 1 << 18
+_FAREWELL_S = 1.0  # between a closed socket and the report of how the worker ended
+_PATIENCE = 4  # workers in a row that may end before they are ready, besides all at once
+
+
+class Answered(NamedTuple):
+    """A worker has done what it was asked."""
+
+    worker: int
+    content: bytes
+    seconds: float
+
+
+class Lost(NamedTuple):
+    """A worker is gone, whatever it was asked; another takes its place under a new number."""
+
+    worker: int
+    why: str
+    seconds: float
+
+
+Event = Answered | Lost
+
+
+@dataclass(slots=True)
+class _Worker:
+    channel: socket.socket
+    frames: Frames = field(default_factory=Frames)
+    unsent: bytearray = field(default_factory=bytearray)
+    ready: bool = False
+    asked_at: float | None = None
+    hung_up_at: float | None = None
+
+
+class Crew:
+    """A fixed number of workers, all of one program."""
+
+    def __init__(self, program: Program, workers: int) -> None:
+        self._program = program
+        self._timeout_s = program.limits.timeout_s
+        self._selector = selectors.DefaultSelector()
+        self._workers: dict[int, _Worker] = {}
+        self._next = 0
+        self._stillborn = 0
+        self._patience = _PATIENCE + workers
+        self._last_words = ""
+        self._events: deque[Event] = deque()
+        try:
+            self._nursery = self._start_nursery()
+        except BaseException:
+            self._selector.close()
+            raise
+        for _ in range(workers):
+            self._spawn()
+
+    @property
+    def isolation(self) -> Isolation:
+        return self._nursery.isolation
+
+    @property
+    def broken(self) -> str | None:
+        """Why no worker can be had any more."""
+        if self._stillborn < self._patience:
+            return None
+        return f"{self._stillborn} workers ended before they could start: {self._last_words}"
+
+    def workers(self) -> list[int]:
+        """All that are there or on their way, oldest first."""
+        return list(self._workers)
+
+    def idle(self, worker: int) -> bool:
+        found = self._workers.get(worker)
+        return (
+            found is not None
+            and found.ready
+            and found.asked_at is None
+            and found.hung_up_at is None
+        )
+
+    def fileno(self) -> int:
+        """One number that stays: readable when `tend` has something to do."""
+        return self._selector.fileno()
+
+    def due_in_s(self) -> float | None:
+        """When `tend` must be called even if nothing is readable."""
+        moments = [
+            moment for worker in self._workers.values() if (moment := self._due(worker)) is not None
+        ]
+        return max(0.0, min(moments) - time.monotonic()) if moments else None
+
+    def ask(self, worker: int, content: bytes) -> None:
+        """Send a request to an idle worker; its time runs from now."""
+        if not self.idle(worker):
+            raise ValueError(f"worker {worker} is not idle")
+        found = self._workers[worker]
+        found.unsent += frame(content)
+        found.asked_at = time.monotonic()
+        self._send(worker, found)
+
+    def tend(self, timeout_s: float = 0.0) -> list[Event]:
+        """Wait for events up to the time given; none may mean that a worker got ready."""
+        due = self.due_in_s()
+        wait = 0.0 if self._events else min(timeout_s, due if due is not None else timeout_s)
+        for key, mask in self._selector.select(max(0.0, wait)):
+            if key.data is None:
+                self._hear_nursery()
+                continue
+            worker = self._workers.get(key.data)
+            if worker is None or worker.channel is not key.fileobj:
+                continue
+            if mask & selectors.EVENT_WRITE:
+                self._send(key.data, worker)
+            if mask & selectors.EVENT_READ:
+                self._hear(key.data, worker)
+        self._check_time()
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def replace(self, worker: int) -> None:
+        """Kill a worker and start another, without an event."""
+        if self._let_go(worker) is not None:
+            self._nursery.order(Kill(worker))
+            self._spawn()
+
+    def close(self) -> None:
+        """End all workers and what they started. May be called twice."""
+        for worker in list(self._workers):
+            self._let_go(worker)
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(self._nursery.control)
+        self._nursery.close()
+        self._selector.close()
+
+    def _start_nursery(self) -> Nursery:
+        nursery = start_nursery(self._program)
+        self._selector.register(nursery.control, selectors.EVENT_READ, None)
+        return nursery
+
+    def _spawn(self) -> None:
+        if self.broken is not None:
+            return
+        ours, theirs = socket.socketpair()
+        number = self._next
+        self._next += 1
+        # If the nursery is gone, the worker is lost and replaced as soon as that is read.
+        with theirs, suppress(OSError):
+            self._nursery.order(Spawn(number), theirs)
+        ours.setblocking(False)
+        self._workers[number] = _Worker(ours)
+        self._selector.register(ours, selectors.EVENT_READ, number)
+
+    def _send(self, number: int, worker: _Worker) -> None:
+        try:
+            with suppress(BlockingIOError):
+                while worker.unsent:
+                    sent = worker.channel.send(worker.unsent)
+                    del worker.unsent[:sent]
+        except OSError:
+            worker.unsent.clear()  # it has hung up, which is seen by reading
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.unsent else 0)
+        if worker.hung_up_at is None:
+            self._selector.modify(worker.channel, events, number)
+
+    def _hear(self, number: int, worker: _Worker) -> None:
+        """Read all that a worker said."""
+        while worker.hung_up_at is None and self._workers.get(number) is worker:
+            try:
+                data = worker.channel.recv(_CHUNK)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self._selector.unregister(worker.channel)
+                worker.hung_up_at = time.monotonic()
+                return
+            try:
+                for content in worker.frames.feed(data):
+                    self._take(number, worker, msgspec.msgpack.decode(content, type=Word))
+            except (ValueError, msgspec.MsgspecError):
+                self._lose(number, "the worker sent what is not a message", kill=True)
+                return
+
+    def _take(self, number: int, worker: _Worker, word: Ready | Answer) -> None:
+        match word:
+            case Ready() if not worker.ready:
+                worker.ready = True
+                self._stillborn = 0
+            case Answer(content, seconds, spent) if worker.asked_at is not None:
+                worker.asked_at = None
+                if seconds > self._timeout_s:  # nobody looked in time; the limit holds all the same
+                    self._events.append(Lost(number, self._timeout(), seconds))
+                    self.replace(number)
+                else:
+                    self._events.append(Answered(number, content, seconds))
+                    if spent:
+                        self._lose(number, "the worker was replaced after a failure", kill=True)
+            case _:
+                raise ValueError("out of turn")
+
+    def _hear_nursery(self) -> None:
+        reports, alive = self._nursery.reports()
+        for content in reports:
+            report = msgspec.msgpack.decode(content, type=Report)
+            if isinstance(report, Ended) and report.worker in self._workers:
+                self._hear(report.worker, self._workers[report.worker])
+                if report.worker in self._workers:
+                    self._lose(report.worker, f"the worker {_how(report.status)}", kill=False)
+        if not alive:
+            self._renew()
+
+    def _renew(self) -> None:
+        """The nursery was killed, and its workers with it: start anew."""
+        self._selector.unregister(self._nursery.control)
+        self._nursery.close()
+        orphans = list(self._workers)
+        self._nursery = self._start_nursery()
+        for number in orphans:
+            self._hear(number, self._workers[number])
+            if number in self._workers:
+                self._lose(number, "the process of all workers was killed", kill=False)
+
+    def _check_time(self) -> None:
+        now = time.monotonic()
+        for number, worker in list(self._workers.items()):
+            due = self._due(worker)
+            if due is None or due > now:
+                continue
+            hung_up = worker.hung_up_at is not None
+            why = "the worker closed its socket" if hung_up else self._timeout()
+            self._lose(number, why, kill=True)
+
+    def _due(self, worker: _Worker) -> float | None:
+        if worker.hung_up_at is not None:
+            return worker.hung_up_at + _FAREWELL_S
+        return None if worker.asked_at is None else worker.asked_at + self._timeout_s
+
+    def _timeout(self) -> str:
+        return f"timeout after {float(self._timeout_s)} s"
+
+    def _lose(self, number: int, why: str, *, kill: bool) -> None:
+        worker = self._let_go(number)
+        if worker is None:
+            return
+        if kill:
+            self._nursery.order(Kill(number))
+        if not worker.ready:
+            self._stillborn += 1
+            self._last_words = why
+        seconds = 0.0 if worker.asked_at is None else time.monotonic() - worker.asked_at
+        self._events.append(Lost(number, why, seconds))
+        self._spawn()
+
+    def _let_go(self, number: int) -> _Worker | None:
+        worker = self._workers.pop(number, None)
+        if worker is not None:
+            if worker.hung_up_at is None:
+                self._selector.unregister(worker.channel)
+            worker.channel.close()
+        return worker
+
+
+def _how(status: int) -> str:
+    if status >= 0:
+        return f"exited with code {status}"
+    with suppress(ValueError):
+        return f"was killed by {signal.Signals(-status).name}"
+    return f"was killed by signal {-status}"

@@ -1,0 +1,177 @@
+"""Rewards in processes: jobs in, outcomes out, every job exactly one outcome."""
+
+import json
+import math
+import time
+from collections import deque
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from dora_rl.samples import Trajectory
+from dora_rl.tasks.errors import TaskError
+from dora_rl.tasks.workers.crew import Answered, Crew
+from dora_rl.tasks.workers.wire import LARGEST, Isolation, Limits, Part, Program
+
+
+class ScoreJob(msgspec.Struct, frozen=True, kw_only=True):
+    """A response, and what a reward may want to know of it."""
+
+    response: str
+    example: dict[str, Any] = {}
+    prompt: str | list[dict[str, Any]] = ""
+    answer: Any = None
+    trajectory: Trajectory | None = None
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a job; `reward` is NaN if it failed, so that it cannot pass for a score."""
+
+    ticket: int
+    reward: float
+    parts: dict[str, float] = {}
+    failure: str | None = None
+    seconds: float = 0.0
+
+
+class ScorePool:
+    """Workers that compute the same rewards; each has one job at a time.
+
+    `spec` is what is to be computed: parts with a name, a function and a weight each.
+    """
+
+    def __init__(
+        self,
+        spec: tuple[Part, ...] | list[Part],
+        *,
+        workers: int = 2,
+        timeout_s: float = 10.0,
+        memory_mb: int = 1024,
+        network: bool = False,
+    ) -> None:
+        limits = Limits(timeout_s=timeout_s, memory_mb=memory_mb, network=network)
+        self._crew = Crew(Program(kind="score", parts=tuple(spec), limits=limits), workers)
+        self._waiting: deque[tuple[int, bytes]] = deque()
+        self._running: dict[int, int] = {}  # worker -> ticket
+        self._tickets: set[int] = set()
+        self._done: deque[Outcome] = deque()
+        self._own = -1  # tickets of `run`, below those of others
+
+    @property
+    def isolation(self) -> Isolation:
+        """What is kept from the workers on this machine."""
+        return self._crew.isolation
+
+    @property
+    def outstanding(self) -> int:
+        return len(self._tickets)
+
+    def submit(self, ticket: int, job: ScoreJob) -> None:
+        """Score a response; the outcome comes from `poll` under this ticket."""
+        if ticket in self._tickets:
+            raise ValueError(f"ticket {ticket} is out already")
+        try:
+            content = json.dumps(msgspec.to_builtins(job)).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise TaskError(f"an example must be JSON: {error}. Check the rows.") from None
+        if len(content) > LARGEST:
+            raise TaskError(f"a job of {len(content)} bytes; {LARGEST} are the most. Cut the rows.")
+        self._tickets.add(ticket)
+        self._waiting.append((ticket, content))
+        self._hand_out()
+
+    def poll(self, timeout_s: float = 0.0) -> list[Outcome]:
+        """Outcomes so far; waits for one up to the time given."""
+        deadline = time.monotonic() + timeout_s
+        self._tend(0.0)
+        while not self._done and self._tickets and (left := deadline - time.monotonic()) > 0:
+            self._tend(left)
+        done = list(self._done)
+        self._done.clear()
+        return done
+
+    def run(self, job: ScoreJob) -> Outcome:
+        """Score one response and wait for it. Outcomes of other jobs stay for `poll`."""
+        ticket = self._own
+        self._own -= 1
+        self.submit(ticket, job)
+        while True:
+            for outcome in self._done:
+                if outcome.ticket == ticket:
+                    self._done.remove(outcome)
+                    return outcome
+            self._tend(1.0)
+
+    def filenos(self) -> list[int]:
+        """What to wait on until `poll` has something to do; it stays the same."""
+        return [self._crew.fileno()]
+
+    def due_in_s(self) -> float | None:
+        """When `poll` must be called at the latest, since a time limit ends."""
+        return self._crew.due_in_s()
+
+    def close(self) -> None:
+        """End all workers; jobs that are out have no outcome any more."""
+        self._crew.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _tend(self, timeout_s: float) -> None:
+        for event in self._crew.tend(timeout_s):
+            ticket = self._running.pop(event.worker, None)
+            if ticket is None:
+                continue
+            if isinstance(event, Answered):
+                self._finish(_outcome(ticket, event))
+            else:
+                self._finish(_failed(ticket, event.why, event.seconds))
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        broken = self._crew.broken
+        while broken is not None and self._waiting:
+            self._finish(_failed(self._waiting.popleft()[0], broken, 0.0))
+        for worker in self._crew.workers():
+            if not self._waiting:
+                break
+            if self._crew.idle(worker):
+                ticket, content = self._waiting.popleft()
+                self._running[worker] = ticket
+                self._crew.ask(worker, content)
+
+    def _finish(self, outcome: Outcome) -> None:
+        self._tickets.discard(outcome.ticket)
+        self._done.append(outcome)
+
+
+class _Reply(msgspec.Struct, frozen=True):
+    """What a worker may say of a job; checked, since it ran on what a policy wrote."""
+
+    reward: float | None = None
+    parts: dict[str, float] = {}
+    failure: str | None = None
+
+
+def _outcome(ticket: int, event: Answered) -> Outcome:
+    try:
+        reply = msgspec.json.decode(event.content, type=_Reply)
+    except msgspec.MsgspecError:
+        return _failed(ticket, "the worker's answer cannot be read", event.seconds)
+    if reply.failure is not None or reply.reward is None or not math.isfinite(reply.reward):
+        why = reply.failure or "the worker gave no reward"
+        return _failed(ticket, why, event.seconds)
+    return Outcome(ticket=ticket, reward=reply.reward, parts=reply.parts, seconds=event.seconds)
+
+
+def _failed(ticket: int, why: str, seconds: float) -> Outcome:
+    return Outcome(ticket=ticket, reward=math.nan, failure=why, seconds=seconds)

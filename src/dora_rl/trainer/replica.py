@@ -1,0 +1,189 @@
+"""One process's part of training: the leader has one, and so has every follower.
+
+All of them are asked the same in the same order, for most of it needs the whole group.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from dora_rl.algorithms.algorithm import Algorithm
+from dora_rl.algorithms.settings import AlgorithmSettings
+from dora_rl.samples import Sample
+from dora_rl.trainer import checkpoint
+from dora_rl.trainer.batches import Batch, make_batch
+from dora_rl.trainer.errors import CheckpointError
+from dora_rl.trainer.model import VALUE_HEAD, full, load, local, part_of
+from dora_rl.trainer.optimizer import Optimizer
+from dora_rl.trainer.report import StepReport
+from dora_rl.trainer.settings import Schedule, TrainSettings
+from dora_rl.trainer.step import Stepper
+from dora_rl.trainer.world import World
+from dora_rl.weights.huggingface import map_model
+from dora_rl.weights.store import WeightStore
+
+# These change how a step is computed, not what: a checkpoint may go on with others.
+_FREE = {
+    "activation_checkpointing",
+    "logprob_chunk",
+    "processes",
+    "threads",
+    "token_budget",
+}
+_MASTER = "master."
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a process needs to know to open its replica."""
+
+    model: str
+    store: str
+    train: dict[str, Any]
+    algorithm: dict[str, Any]
+    max_tokens: int
+    temperature: float
+    total_steps: int
+    seed: int
+
+    def train_settings(self) -> TrainSettings:
+        return TrainSettings.model_validate_json(msgspec.json.encode(self.train))
+
+    def algorithm_settings(self) -> AlgorithmSettings:
+        return AlgorithmSettings.model_validate_json(msgspec.json.encode(self.algorithm))
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint must have been trained with to be continued."""
+        facts = {f"train.{k}": v for k, v in self.train.items() if k not in _FREE}
+        facts |= {f"algorithm.{k}": v for k, v in self.algorithm.items()}
+        facts |= {"max_tokens": self.max_tokens, "temperature": self.temperature, "seed": self.seed}
+        if self.train_settings().schedule is not Schedule.CONSTANT:
+            facts["total_steps"] = self.total_steps
+        return facts
+
+
+class Replica:
+    """Policy, optimizer and step of one process."""
+
+    def __init__(self, plan: Plan, world: World) -> None:
+        train = plan.train_settings()
+        if train.threads is not None:
+            torch.set_num_threads(train.threads)
+        algorithm = Algorithm(plan.algorithm_settings(), max_tokens=plan.max_tokens)
+        self.plan, self.train = plan, train
+        self.policy, self.source = load(Path(plan.model), train, plan.temperature)
+        self.vocab_size = self.policy.vocab_size
+        if algorithm.needs_values:
+            self.policy.add_value_head(plan.seed)
+        world.shard(self.policy)
+        self._parameters = dict(self.policy.named_parameters())
+        self._optimizer = Optimizer(self._parameters, train, plan.total_steps, world.total)
+        self._stepper = Stepper(
+            self.policy,
+            self.source,
+            self._optimizer,
+            algorithm,
+            train,
+            WeightStore(Path(plan.store)),
+            world,
+            plan.total_steps,
+        )
+        self.step = 0  # steps taken: also the version of these weights
+        self.report: StepReport | None = None  # of the last step
+        self._leads = world.rank == 0
+        self._digest: str | None = None
+
+    def batch(self, samples: tuple[Sample, ...]) -> Batch:
+        return make_batch(samples, vocab_size=self.vocab_size)
+
+    def take(self, batch: Batch) -> StepReport:
+        report = self._stepper.take(self.step, batch)
+        self.step += 1
+        self.report = report
+        return report
+
+    def published(self) -> dict[str, Tensor]:
+        """The weights by the names of the checkpoint, whole, in the dtype of publication."""
+        return {name: full(p).to(self._dtype(name)) for name, p in self._named()}
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        for name, saved in self.source.names.items():
+            yield saved, self._parameters[name]
+
+    def _dtype(self, name: str) -> torch.dtype:
+        if self.train.publish_dtype is None:
+            return self.source.tensors[name].dtype
+        dtype: torch.dtype = getattr(torch, self.train.publish_dtype.value)
+        return dtype
+
+    # Checkpoints
+
+    def save(self, directory: Path) -> None:
+        """The leader writes; the others lend it their parts."""
+        weights = self.published()
+        state = self._optimizer.state()
+        state |= {
+            f"{_MASTER}{name}": full(parameter)
+            for name, parameter in self._parameters.items()
+            if name.startswith(VALUE_HEAD)
+        }
+        for name, parameter in self._named():
+            if self._dtype(name) != torch.float32:
+                state[f"{_MASTER}{name}"] = full(parameter)
+        if self._leads:
+            facts = {
+                "step": self.step,
+                "updates": self._optimizer.count,
+                "model": self.model_digest(),
+                "settings": self.plan.facts(),
+                "report": None if self.report is None else msgspec.to_builtins(self.report),
+            }
+            checkpoint.write(Path(directory), self.source.directory, weights, state, facts)
+
+    def restore(self, directory: Path) -> None:
+        """Everything is read and checked before anything is changed."""
+        directory = Path(directory)
+        facts = checkpoint.read(directory)
+        self._refuse_others(directory, facts)
+        state = checkpoint.state_tensors(directory, facts["step"])
+        weights = map_model(directory)
+        masters = {}
+        for name in self._parameters:
+            saved = self.source.names.get(name, name)
+            key = f"{_MASTER}{saved}"
+            masters[name] = state[key] if key in state else weights[saved]
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                local(parameter).copy_(part_of(masters[name], parameter))
+        self._optimizer.load(state, facts["updates"])
+        self.step = facts["step"]
+        report = facts["report"]
+        self.report = None if report is None else msgspec.convert(report, StepReport)
+
+    def model_digest(self) -> str:
+        """The initial policy's, computed once: it reads all of it."""
+        if self._digest is None:
+            self._digest = self.source.digest()
+        return self._digest
+
+    def _refuse_others(self, directory: Path, facts: Mapping[str, Any]) -> None:
+        if facts["model"] != self.model_digest():
+            raise CheckpointError(
+                f"`{directory}` was trained from another model: its initial weights have the "
+                f"digest `{facts['model']}`, those of `{self.source.directory}` have "
+                f"`{self.model_digest()}`. Name the model that the run began with."
+            )
+        mine, theirs = self.plan.facts(), facts["settings"]
+        # Through JSON, as the checkpoint's own: tuples have become lists.
+        mine = msgspec.json.decode(msgspec.json.encode(mine))
+        changed = [k for k in sorted(mine.keys() | theirs.keys()) if mine.get(k) != theirs.get(k)]
+        if changed:
+            diff = "; ".join(
+                f"{key} was `{theirs.get(key)}` and is `{mine.get(key)}`" for key in changed
+            )
+            raise CheckpointError(
+                f"`{directory}` was trained with other settings: {diff}. Set them as they were."
+            )

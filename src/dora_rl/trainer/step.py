@@ -1,0 +1,318 @@
+"""One train step: what is known of the batch beforehand, then a few optimizer updates.
+
+Every process of the group runs this with the whole batch, and takes its share of the passes
+through the model. Sums over the processes make all of them decide alike.
+"""
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dora_rl.algorithms.algorithm import Algorithm, Responses, Targets, Tokens, summarise
+from dora_rl.core.types import Version
+from dora_rl.trainer import buckets
+from dora_rl.trainer.batches import Batch, MicroBatch, collate
+from dora_rl.trainer.errors import StepRejected
+from dora_rl.trainer.model import Policy, Source, other_weights
+from dora_rl.trainer.optimizer import Optimizer, learning_rate
+from dora_rl.trainer.report import StepReport
+from dora_rl.trainer.settings import Behaviour, TrainSettings
+from dora_rl.trainer.world import World
+from dora_rl.weights.store import LoadedWeights, WeightStore
+
+_WIDTH = 64  # numbers that processes add up for a report; an algorithm has a dozen
+
+
+@dataclass
+class Scores:
+    """What is known of the batch before the first update, in the flat layout."""
+
+    old_logprobs_T: Tensor
+    reference_logprobs_T: Tensor | None
+    values_T: Tensor | None
+
+
+@dataclass
+class Tally:
+    """What the passes of a step add up to, in this process."""
+
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    slots: int = 0
+    padding: int = 0
+    gap_sum: float = 0.0
+    gap_count: int = 0
+    gap_max: float = 0.0
+
+    def add(self, sums: Mapping[str, Tensor], micro: MicroBatch) -> None:
+        self.slots += micro.input_BT.numel()
+        self.padding += micro.padding
+        for name, value in sums.items():
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
+
+    def add_gap(self, gap: Tensor) -> None:
+        if gap.numel():
+            self.gap_sum += float(gap.sum())
+            self.gap_count += gap.numel()
+            self.gap_max = max(self.gap_max, float(gap.max()))
+
+
+class Stepper:
+    """A policy, its optimizer and the algorithm that trains it."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        source: Source,
+        optimizer: Optimizer,
+        algorithm: Algorithm,
+        train: TrainSettings,
+        store: WeightStore,
+        world: World,
+        total_steps: int,
+    ) -> None:
+        self.policy = policy
+        self.source = source
+        self.optimizer = optimizer
+        self._algorithm = algorithm
+        self._train = train
+        self._store = store
+        self._world = world
+        self._total_steps = total_steps
+        self._versions: dict[Version, LoadedWeights] = {}
+
+    def take(self, step: int, batch: Batch) -> StepReport:
+        """Train on the batch; whatever goes wrong, weights and optimizer are as before."""
+        begun = time.perf_counter()
+        tally = Tally()
+        scores = self._score_batch(batch, tally)
+        targets = self._targets(batch, scores)
+        parts = buckets.minibatches(batch.groups, batch.lengths, self._train.minibatches)
+        # One update alone is refused before it is applied: there is nothing to go back to.
+        undo = self.optimizer.snapshot() if len(parts) > 1 else None
+        losses, norms = [], []
+        try:
+            for number, rows in enumerate(parts):
+                first = step if number == 0 else None
+                loss, norm = self._minibatch(batch, rows, scores, targets, tally, first)
+                losses.append(loss)
+                norms.append(norm)
+                self.optimizer.update(step, norm)
+        except BaseException:
+            self.optimizer.clear()
+            if undo is not None:
+                undo()
+            raise
+        metrics = {
+            **targets.metrics,
+            **self._tallied(tally, len(parts)),
+            **_about(batch, step),
+            "loss": sum(losses) / len(losses),
+            "grad_norm": sum(norms) / len(norms),
+            "learning_rate": learning_rate(self._train, step, self._total_steps),
+        }
+        return StepReport(
+            step=step,
+            seconds=time.perf_counter() - begun,
+            tokens=batch.num_tokens,
+            sampled_tokens=int(batch.mask_T.sum()),
+            updates=len(parts),
+            metrics={name: float(value) for name, value in metrics.items()},
+        )
+
+    # Before the first update
+
+    def _score_batch(self, batch: Batch, tally: Tally) -> Scores:
+        old_T, values_T, reference_T = batch.rollout_logprobs_T, None, None
+        if self._train.behaviour is Behaviour.RECOMPUTE:
+            old_T = self._recompute(batch)
+            tally.add_gap((old_T - batch.rollout_logprobs_T)[batch.mask_T].abs())
+            if self._world.rank:
+                tally.gap_sum, tally.gap_count = 0.0, 0  # every process has all of it
+        if self._algorithm.needs_values:
+            _, values_T = self._pass(batch)
+        if self._algorithm.needs_reference:
+            with other_weights(self.policy, self.source.names, self.source.tensors):
+                reference_T, _ = self._pass(batch)
+        return Scores(old_T, reference_T, values_T)
+
+    def _recompute(self, batch: Batch) -> Tensor:
+        """Exact log-probabilities of each token by the version that sampled it."""
+        kept = {v: self._versions[v] for v in batch.versions if v in self._versions}
+        self._versions = kept  # those that no sample needs any more are let go
+        old_T = torch.zeros_like(batch.rollout_logprobs_T)
+        for version in batch.versions:
+            if version not in kept:
+                kept[version] = self._store.load(version)
+            with other_weights(self.policy, self.source.names, kept[version].tensors):
+                sampled_T = batch.version_T == version
+                rows = [
+                    row
+                    for row, (start, length) in enumerate(
+                        zip(batch.starts, batch.responses, strict=True)
+                    )
+                    if bool(sampled_T[start : start + length].any())
+                ]
+                logprobs_T, _ = self._pass(batch, rows)
+            old_T = torch.where(sampled_T, logprobs_T, old_T)
+        return old_T
+
+    @torch.no_grad()
+    def _pass(
+        self, batch: Batch, rows: Iterable[int] | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities and values of some rows, in every process; 0 elsewhere."""
+        rows = range(len(batch.samples)) if rows is None else rows
+        logprobs_T = torch.zeros_like(batch.rollout_logprobs_T)
+        values_T = torch.zeros_like(logprobs_T)
+        for micro in self._mine(batch, tuple(rows)):
+            logprobs, _, values = self._forward(micro)
+            logprobs_T[micro.flat_T] = logprobs
+            if values is not None:
+                values_T[micro.flat_T] = values
+        self._world.total(logprobs_T)
+        if self.policy.value_head is None:
+            return logprobs_T, None
+        return logprobs_T, self._world.total(values_T)
+
+    def _targets(self, batch: Batch, scores: Scores) -> Targets:
+        rows = range(len(batch.samples))
+        return self._algorithm.targets(
+            Responses(
+                rewards_N=torch.tensor([s.reward for s in batch.samples], dtype=torch.float32),
+                group_N=torch.tensor(batch.groups),
+                lengths_N=torch.tensor([s.trajectory.num_sampled for s in batch.samples]),
+                truncated_N=torch.tensor([s.trajectory.truncated for s in batch.samples]),
+                sequence_T=batch.sequence(rows),
+                mask_T=batch.mask_T,
+                values_T=scores.values_T,
+                old_logprobs_T=scores.old_logprobs_T,
+                reference_logprobs_T=scores.reference_logprobs_T,
+            )
+        )
+
+    # Updates
+
+    def _minibatch(
+        self,
+        batch: Batch,
+        rows: buckets.Rows,
+        scores: Scores,
+        targets: Targets,
+        tally: Tally,
+        first: int | None,
+    ) -> tuple[float, float]:
+        """Gradients of one mini-batch: its loss and their norm. `first` is the step, before
+        any update of it: then the weights still are those of that version."""
+        flat_T = batch.flat(rows)
+        weights_T = torch.zeros_like(scores.old_logprobs_T)
+        weights_T[flat_T] = self._algorithm.weights(targets.mask_T[flat_T], batch.sequence(rows))
+        micros = list(self._mine(batch, rows))
+        loss = torch.zeros(())
+        for number, micro in enumerate(micros):
+            self._world.sync_gradients(self.policy, number == len(micros) - 1)
+            logprobs_T, entropy_T, values_T = self._forward(micro)
+            if micro.rows:
+                part, sums = self._algorithm.loss(
+                    Tokens(
+                        logprobs_T=logprobs_T,
+                        entropy_T=entropy_T,
+                        values_T=values_T,
+                        weights_T=weights_T[micro.flat_T],
+                        **_known(batch, micro, scores, targets),
+                    )
+                )
+                tally.add(sums, micro)
+                if first is not None and self._train.behaviour is Behaviour.ENGINE:
+                    fresh_T = batch.version_T[micro.flat_T] == first
+                    gap_T = logprobs_T.detach() - batch.rollout_logprobs_T[micro.flat_T]
+                    tally.add_gap(gap_T[fresh_T].abs())
+            else:
+                part = logprobs_T.sum() + (0.0 if values_T is None else values_T.sum())
+            part.backward()  # type: ignore[no-untyped-call]
+            loss += part.detach()
+        loss_sum = float(self._world.total(loss))
+        norm = self.optimizer.grad_norm()
+        for name, value in (("loss", loss_sum), ("gradient norm", norm)):
+            if not math.isfinite(value):
+                raise StepRejected(
+                    f"the {name} of a mini-batch is not finite: `{value}`. Nothing was changed; "
+                    "train without these trajectories, or with a smaller learning rate.",
+                    batch.ids(rows),
+                )
+        return loss_sum, norm
+
+    def _mine(self, batch: Batch, rows: buckets.Rows) -> Iterator[MicroBatch]:
+        """This process's micro-batches of these rows; every process has equally many."""
+        planned = buckets.plan(rows, batch.lengths, self._train.token_budget, self._world.size)
+        return (collate(batch, part) for part in planned[self._world.rank])
+
+    def _forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
+        device = self.policy.device
+        sampled_T = None if micro.sampled_T is None else micro.sampled_T.to(device)
+        logprobs_T, entropy_T, values_T = self.policy(
+            micro.input_BT.to(device),
+            micro.positions_T.to(device),
+            micro.targets_T.to(device),
+            sampled_T,
+        )
+        # The loss is a few numbers a token: the CPU has them all.
+        return logprobs_T.cpu(), entropy_T.cpu(), None if values_T is None else values_T.cpu()
+
+    def _tallied(self, tally: Tally, updates: int) -> dict[str, float]:
+        """The tally of all processes, as metrics."""
+        names = sorted(tally.sums)
+        counts = [tally.slots, tally.padding, tally.gap_count, tally.gap_sum]
+        # Of one width in every process: one that had no row does not know the names. The leader
+        # always has some, for the longest row is dealt to it.
+        added = torch.zeros(_WIDTH, dtype=torch.float64)
+        values = [*counts, *(tally.sums[name] for name in names)]
+        added[: len(values)] = torch.tensor(values, dtype=torch.float64)
+        slots, padding, gap_count, gap_sum, *sums = self._world.total(added).tolist()
+        gap_max = float(self._world.largest(torch.tensor(tally.gap_max)))
+        if not names:
+            return {}
+        metrics = {
+            # What is no sum or count over tokens is a part of the loss: its mean over updates.
+            name: value if name.endswith(("_mean", "_share")) else value / updates
+            for name, value in summarise(dict(zip(names, sums, strict=False))).items()
+            if name != "tokens"
+        }
+        metrics["padding_share"] = padding / slots
+        if gap_count:
+            metrics["logprob_gap_mean"] = gap_sum / gap_count
+            metrics["logprob_gap_max"] = gap_max
+        return metrics
+
+
+def _known(batch: Batch, micro: MicroBatch, scores: Scores, targets: Targets) -> dict[str, Any]:
+    """What a micro-batch needs of the flat layout; all but what the model just computed."""
+    flat_T = micro.flat_T
+
+    def part(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor[flat_T]
+
+    return {
+        "old_logprobs_T": scores.old_logprobs_T[flat_T],
+        "rollout_logprobs_T": batch.rollout_logprobs_T[flat_T],
+        "advantages_T": targets.advantages_T[flat_T],
+        "mask_T": targets.mask_T[flat_T],
+        "sequence_T": batch.sequence(micro.rows),
+        "reference_logprobs_T": part(scores.reference_logprobs_T),
+        "old_values_T": part(scores.values_T),
+        "returns_T": part(targets.returns_T),
+    }
+
+
+def _about(batch: Batch, step: int) -> dict[str, float]:
+    """Staleness, and the parts of the rewards."""
+    ages = [step - sample.trajectory.version for sample in batch.samples]
+    metrics = {"staleness_mean": sum(ages) / len(ages), "staleness_max": float(max(ages))}
+    for name in sorted({name for sample in batch.samples for name in sample.parts}):
+        parts = [sample.parts[name] for sample in batch.samples if name in sample.parts]
+        metrics[f"reward/{name}"] = sum(parts) / len(parts)
+    return metrics

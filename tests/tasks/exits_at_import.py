@@ -1,0 +1,3 @@
+"""Exits when it is imported."""
+
+raise SystemExit(7)

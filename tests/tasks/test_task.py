@@ -1,0 +1,236 @@
+"""A task as a whole: from settings or objects to prompts, tokens, scores and sessions."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora_rl.config import dump_toml, validate
+from dora_rl.core.errors import UserError
+from dora_rl.samples import Trajectory
+from dora_rl.tasks.errors import TaskError
+from dora_rl.tasks.names import import_object, name_of
+from dora_rl.tasks.settings import RewardSettings, TaskSettings
+from dora_rl.tasks.sources import Gym
+from dora_rl.tasks.task import Task, reward_parts
+from tests.tasks import samples
+from tests.tasks.models import make_directory
+
+ROWS = [{"prompt": f"{n} + 1?", "answer": str(n + 1)} for n in range(4)]
+TRAJECTORY = Trajectory(
+    trajectory=3,
+    group=1,
+    version=0,
+    prompt=(1,),
+    tokens=(2, 3),
+    logprobs=(-0.5, -0.25),
+    segments=(),
+    truncated=False,
+)
+
+
+def open_task(model: Path | None = None, *, seed: int = 0, **how: Any) -> Task:
+    objects = {key: how.pop(key) for key in ("reward", "prompts", "environment") if key in how}
+    return Task.open(
+        TaskSettings(reward_workers=1, **how), model_directory=model, seed=seed, **objects
+    )
+
+
+def test_a_task_of_names(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    settings = validate(
+        TaskSettings,
+        {
+            "prompts": str(path),
+            "eval_prompts": "tests.tasks.samples:at",
+            "eval_size": 5,
+            "eval_every": 10,
+            "reward_workers": 1,
+            "reward": [
+                {"name": "exact"},
+                {"function": "tests.tasks.samples:length", "weight": 0.5},
+                {
+                    "name": "near",
+                    "function": "dora_rl.tasks.rewards:numeric",
+                    "options": {"tolerance": 2.0},
+                },
+            ],
+        },
+        "config.toml",
+    )
+    model = make_directory(tmp_path / "model")
+    task = Task.open(settings, model_directory=model, seed=1)
+    assert task.eval_stream is not None and len(task.eval_stream.read(0, 99)) == 5
+    (prompt,) = task.stream.read(0, 1)
+    assert task.encoder.decode(task.encoder.encode(prompt)) == f"user\n{prompt.text}\nassistant\n"
+    with task.score_pool() as pool:
+        outcome = pool.run(task.job(prompt, str(prompt.answer)))
+    assert outcome.parts == {"exact": 1.0, "length": 1.0, "near": 1.0}
+    assert outcome.reward == 2.5
+
+
+def test_a_task_of_objects() -> None:
+    def reward(response: str, example: dict[str, Any], trajectory: dict[str, Any]) -> float:
+        return float(response == example["answer"]) + sum(trajectory["logprobs"])
+
+    task = open_task(prompts=ROWS, reward=reward)
+    (prompt,) = task.stream.read(2, 1)
+    with task.score_pool() as pool:
+        outcome = pool.run(task.job(prompt, prompt.answer, TRAJECTORY))
+    assert outcome.reward == 0.25
+    assert outcome.parts == {"reward": 0.25}
+    with pytest.raises(TaskError, match=r"has no model"):
+        task.encoder  # noqa: B018
+    with pytest.raises(TaskError, match=r"task.environment is missing"):
+        task.environment_pool()
+
+
+def test_a_task_with_an_environment() -> None:
+    task = open_task(prompts=ROWS, environment=samples.Count)
+    assert task.has_environment
+    with task.environment_pool() as pool:
+        pool.open(1, {"n": 2})
+        assert pool.poll(5.0)[0].observation == "count to 2"
+    with pytest.raises(TaskError, match=r"the rewards are the environment's"):
+        task.score_pool()
+
+
+def test_what_is_missing_is_said() -> None:
+    with pytest.raises(TaskError, match=r"task.reward is missing"):
+        open_task(prompts=ROWS)
+    with pytest.raises(TaskError, match=r"task.prompts is missing"):
+        open_task(reward="exact")
+    with pytest.raises(TaskError, match=r"task.reward has two of one name: `exact`"):
+        open_task(prompts=ROWS, reward=["exact", "exact"])
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"reward": [{"weight": 1.0}]}, "reward.0.function is missing. Give `name`"),
+        ({"eval_every": 5}, "eval_every needs eval_prompts: `5`"),
+        ({"reward_timeout_s": 0}, "reward_timeout_s must be > 0"),
+        ({"reward_memory_mb": 1}, "reward_memory_mb must be >= 16"),
+        ({"chat": "yes"}, "chat must be one of"),
+        ({"epochs": 0}, "epochs must be >= 1"),
+        ({"reward_timeout": 1.0}, "Did you mean `reward_timeout_s`"),
+        ({"reward": [{"name": "exact", "wait": 1.0}]}, "unknown key: `reward.0.wait`"),
+    ],
+)
+def test_settings_that_are_refused(data: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        validate(TaskSettings, data, "config.toml")
+
+
+def test_settings_are_written_and_read_back() -> None:
+    import tomllib
+
+    settings = TaskSettings(
+        prompts="gym:leg_counting",
+        options={"size": 5, "nested": {"a": [1]}},
+        reward=(RewardSettings(name="gym", weight=0.5),),
+    )
+    for whole in (settings, TaskSettings(), TaskSettings(reward="exact")):
+        assert validate(TaskSettings, tomllib.loads(dump_toml(whole)), "x") == whole
+
+
+def test_rewards_in_every_form() -> None:
+    assert [part.name for part in reward_parts("exact")] == ["exact"]
+    assert [part.name for part in reward_parts("a.b:C.d")] == ["C.d"]
+    assert [part.name for part in reward_parts(samples.length)] == ["length"]
+    assert [part.name for part in reward_parts({"x": "exact", "y": samples.length})] == ["x", "y"]
+    assert [part.name for part in reward_parts([samples.length, lambda response: 0])] == [
+        "length",
+        "<lambda>",
+    ]
+    assert reward_parts(None) == ()
+
+
+def test_the_fingerprint_tells_tasks_apart(tmp_path: Path) -> None:
+    model = make_directory(tmp_path / "a")
+    other = make_directory(tmp_path / "b", template=None)
+
+    def fingerprint(directory: Path | None = model, reward: Any = "exact", **how: Any) -> str:
+        how.setdefault("prompts", ROWS)
+        return open_task(directory, reward=reward, **how).fingerprint
+
+    assert fingerprint() == fingerprint(reward_timeout_s=1.0, seed=3)
+    different = [
+        fingerprint(),
+        fingerprint(other),
+        fingerprint(None),
+        fingerprint(reward="numeric"),
+        fingerprint(reward=samples.length),
+        fingerprint(reward=None, environment=samples.Count),
+        fingerprint(prompts=ROWS[:3]),
+        fingerprint(answer_key="result"),
+        fingerprint(system="be brief"),
+    ]
+    assert len(set(different)) == len(different)
+
+
+def test_names_lead_to_objects_and_back() -> None:
+    assert name_of(samples.Count.step) == "tests.tasks.samples:Count.step"
+    assert import_object("tests.tasks.samples:Count.step", "x") is samples.Count.step
+    assert name_of(lambda: 0) is None
+    assert name_of(samples.Count()) is None
+    assert name_of(samples.Count().step) is None
+    assert name_of(3) is None
+
+
+def test_problems_of_reasoning_gym_are_scored_by_itself() -> None:
+    pytest.importorskip("reasoning_gym")
+    task = open_task(prompts="gym:leg_counting", reward="gym", seed=5, reward_timeout_s=30.0)
+    first, far = *task.stream.read(0, 1), *task.stream.read(1234, 1)
+    assert task.stream.read(1234, 1) == [far] != [first]
+    with task.score_pool() as pool:
+        for prompt in (first, far):
+            right = task.job(prompt, f"so <answer>{prompt.answer}</answer>")
+            assert pool.run(right).reward == 1.0
+            assert pool.run(task.job(prompt, "<answer>no</answer>")).reward < 0.5
+
+
+def test_a_gym_of_some_size_has_epochs() -> None:
+    pytest.importorskip("reasoning_gym")
+    source = Gym("leg_counting", 1, {"size": 3, "max_animals": 4})
+    assert source.length == 3 and source.row(3) is None
+    assert source.identity() == Gym("leg_counting", 1, {"size": 3, "max_animals": 4}).identity()
+    assert source.identity() != Gym("leg_counting", 2, {"size": 3, "max_animals": 4}).identity()
+    with pytest.raises(TaskError, match=r"`gym:no_such` cannot be made: .*not registered"):
+        Gym("no_such", 1, {})
+    with pytest.raises(TaskError, match=r"cannot be made: TypeError"):
+        Gym("leg_counting", 1, {"colour": 3})
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "score"),
+    [
+        ("thus \\boxed{0.5}", "\\frac{1}{2}", 1.0),
+        ("$x = \\frac{2}{4}$", "1/2", 1.0),
+        ("\\boxed{3}", "4", 0.0),
+        ("no idea", "4", 0.0),
+    ],
+)
+def test_math_is_verified(response: str, answer: str, score: float) -> None:
+    pytest.importorskip("math_verify")
+    from dora_rl.tasks.rewards import math_answer
+
+    assert math_answer(response, answer) == score
+
+
+def test_neither_tasks_nor_workers_load_what_is_heavy() -> None:
+    program = (
+        "import sys\n"
+        "import dora_rl.tasks.workers.__main__\n"
+        "print(*{'torch', 'pydantic', 'numpy', 'jinja2', 'tokenizers'} & sys.modules.keys())\n"
+        "import dora_rl.tasks.task\n"
+        "print(*{'torch', 'numpy', 'jinja2', 'transformers', 'tokenizers'} & sys.modules.keys())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "\n\n"
