@@ -1,4 +1,4 @@
-# Needs Python 3.11+, pip and make; everything else goes into .venv (and .venv-vllm).
+# Needs Python 3.11+, pip and make; everything else goes into .venv (and .venv-vllm, .venv-trl).
 
 PYTHON ?= python3
 SEEDS ?= 1000
@@ -7,9 +7,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VENV_VLLM := .venv-vllm
 STAMP_VLLM := $(VENV_VLLM)/.installed
+VENV_TRL := .venv-trl
+STAMP_TRL := $(VENV_TRL)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm quickstart test test-smollm2 lint format bench soak clean
+.PHONY: help venv venv-vllm venv-trl quickstart test test-smollm2 lint format bench soak clean
 
 help: ## show the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-13s %s\n", $$1, $$2}'
@@ -31,6 +33,14 @@ $(STAMP_VLLM): requirements-vllm.txt
 	@touch $@
 
 venv-vllm: $(STAMP_VLLM) ## create .venv-vllm, the environment of the vLLM engine (3.7 GB)
+
+$(STAMP_TRL): requirements-trl.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: TRL needs Python 3.11 or newer. Use make PYTHON=python3.11")'
+	@test -x $(VENV_TRL)/bin/python || $(PYTHON) -m venv $(VENV_TRL)
+	$(VENV_TRL)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-trl.txt
+	@touch $@
+
+venv-trl: $(STAMP_TRL) ## create .venv-trl, the environment of dora-rl bench trl (1.5 GB)
 
 quickstart: $(STAMP) ## simulate the default scenario: every paradigm side by side
 	$(BIN)/dora-rl simulate default
@@ -61,6 +71,6 @@ soak: $(STAMP) ## run the fault storm: make soak SEEDS=10000
 	$(BIN)/python -m tests.soak --seeds $(SEEDS)
 
 clean: ## remove the environments and every cache
-	rm -rf $(VENV) $(VENV_VLLM) build dist htmlcov .coverage .coverage.* .hypothesis \
+	rm -rf $(VENV) $(VENV_VLLM) $(VENV_TRL) build dist htmlcov .coverage .coverage.* .hypothesis \
 		.mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

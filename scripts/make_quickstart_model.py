@@ -107,7 +107,7 @@ def batches(
             targets = torch.full((len(rows), width), -100)
             for index, (tokens, start) in enumerate(rows):
                 inputs[index, : len(tokens)] = torch.tensor(tokens)
-                targets[index, start : len(tokens)] = torch.tensor(tokens[start:])
+                targets[index, start - 1 : len(tokens) - 1] = torch.tensor(tokens[start:])
             yield inputs, targets
 
 

@@ -14,6 +14,7 @@ EXTRAS = {
     "train": ("transformers", "jinja2"),
     "tasks": ("reasoning_gym", "math_verify"),
     "datasets": ("datasets",),
+    "plot": ("matplotlib",),
     "smollm2": ("transformers", "gguf", "accelerate"),
 }
 

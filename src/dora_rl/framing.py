@@ -3,6 +3,7 @@
 import struct
 
 _LENGTH = struct.Struct("<Q")
+HEADER_BYTES = _LENGTH.size
 
 
 def frame(content: bytes) -> bytes:

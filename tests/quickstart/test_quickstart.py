@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -151,8 +151,8 @@ def test_a_demonstration_is_a_solution_but_for_slips(
         assert (after - before) % 100 in allowed
 
 
-@settings(max_examples=5)
-@given(st.integers(0, 1000), st.sampled_from([0.0, 0.5]))
+@pytest.mark.parametrize("slip_chance", [0.0, 0.5])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_the_model_was_taught_the_task_and_nothing_held_out(seed: int, slip_chance: float) -> None:
     words = dict(enumerate(make.VOCABULARY))
     held_sums = {chains.held_out(position, 0)["prompt"][:5] for position in range(2000)}

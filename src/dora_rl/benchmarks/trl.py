@@ -12,29 +12,29 @@ work undone.
 """
 
 import os
-import random
-import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import dora_rl
 from dora_rl.benchmarks.contestants import arena
-from dora_rl.benchmarks.contestants.process import (
-    Contestant,
-    ContestantFailed,
-    Start,
-    start_all,
-)
+from dora_rl.benchmarks.contestants.process import Start, start_all
 from dora_rl.benchmarks.contestants.trl_process import DTYPES
+from dora_rl.benchmarks.contestants.trl_runs import (
+    OURS,
+    TRL,
+    Choice,
+    OurRuns,
+    Split,
+    Trained,
+    TrlRuns,
+    Work,
+)
 from dora_rl.benchmarks.models import TINY, Model, check_model, open_model
 from dora_rl.core.errors import UserError
-
-if TYPE_CHECKING:
-    from dora_rl.runtime.recording import StepRecord
 
 DEFAULT_MODEL = "smollm2"
 DEFAULT_STEPS = 5
@@ -42,14 +42,10 @@ DEFAULT_PROMPTS = 4
 DEFAULT_GROUP_SIZE = 8
 DEFAULT_MAX_TOKENS = 128
 GOAL = 5.0  # times as many tokens per second
-LEARNING_RATE = 1e-6
-SEED = 0
-TRL, OURS = "trl", "ours"
 _FILE = Path(__file__).with_name("contestants") / "trl_process.py"
-_REWARD = "dora_rl.benchmarks.contestants.trl_process:reward"
 _SEARCH_STEPS = 2  # measured steps of ours for each candidate
-_STEP_TIMEOUT_S = 1800.0  # of TRL; a step of the default size takes one to two minutes
 _FIRST_PER_DEVICE = 8  # sequences in one forward pass: TRL's default
+Way = TypeVar("Way", Split, Choice)
 _ENV = {
     "HF_HUB_OFFLINE": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -80,87 +76,8 @@ class Plan:
         check_model(self.model)
 
     @property
-    def batch(self) -> int:
-        """Completions of a step."""
-        return self.prompts * self.group_size
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """One way of working of ours: who has how many threads, and how far it works ahead."""
-
-    paradigm: str
-    max_staleness: int
-    rollout_threads: int
-    train_threads: int
-
-    @property
-    def warmup(self) -> int:
-        """Steps until everything is loaded and the pipeline is as full as it gets."""
-        return 1 + self.max_staleness
-
-    @property
-    def tail(self) -> int:
-        """Steps after the measured ones, for which work goes on while those are measured."""
-        return self.max_staleness
-
-    @property
-    def title(self) -> str:
-        threads = f"{self.rollout_threads} rollout + {self.train_threads} train threads"
-        if self.max_staleness == 0:
-            return f"{self.paradigm}, {threads} in turns"
-        return f"{self.paradigm} K={self.max_staleness}, {threads}"
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "paradigm": self.paradigm,
-            "max_staleness": self.max_staleness,
-            "rollout_threads": self.rollout_threads,
-            "train_threads": self.train_threads,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """How TRL is set."""
-
-    dtype: str
-    per_device: int
-
-    @property
-    def title(self) -> str:
-        return f"{self.dtype}, {self.per_device} sequences a pass"
-
-    def to_json(self) -> dict[str, Any]:
-        return {"dtype": self.dtype, "per_device": self.per_device}
-
-
-Way = TypeVar("Way", Split, Choice)
-
-
-@dataclass(frozen=True, slots=True)
-class Trained:
-    """The measured steps of one side."""
-
-    step_s: Sequence[float]
-    tokens: Sequence[int]
-
-    @property
-    def seconds(self) -> float:
-        return sum(self.step_s)
-
-    @property
-    def tokens_per_s(self) -> float:
-        return sum(self.tokens) / self.seconds
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "tokens_per_s": self.tokens_per_s,
-            "step_s": self.seconds / len(self.step_s),
-            "steps": len(self.step_s),
-            "tokens": sum(self.tokens),
-            "samples": {"step_s": list(self.step_s), "tokens": list(self.tokens)},
-        }
+    def work(self) -> Work:
+        return Work(self.prompts, self.group_size, self.max_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,19 +165,6 @@ def trl_python(named: str | None = None) -> Path:
     )
 
 
-def questions(count: int) -> list[str]:
-    """Arithmetic in words, the same list every time: a longer one begins with a shorter one."""
-    source = random.Random("dora-rl bench trl")
-    made = []
-    for _ in range(count):
-        a, b, c = (source.randrange(2, 100) for _ in range(3))
-        made.append(
-            f"A shop has {a} boxes with {b} apples each and sells {c} apples. How many apples are "
-            "left? Explain each step, then give the number."
-        )
-    return made
-
-
 def splits(cores: int) -> list[Split]:
     """Ways of working to try: in turns; at once on halves; at once, each wanting every core."""
     half = max(1, cores // 2)
@@ -280,13 +184,13 @@ def measure(plan: Plan, progress: arena.Progress = lambda _: None) -> Result:
         model = open_model(plan.model, None, work)
         _check(plan, model)
         threads = arena.processors()
-        run = _Ours(plan, model, work, progress)
+        run = OurRuns(plan.work, model.directory, work, progress)
         with ExitStack() as stack:
             start = _start(python, model, work, threads)
             (child,) = start_all(stack, [start], work, progress)
             version = str(child.ask("about")["version"])
-            trl = _measure_trl(_Trl(plan, child, run.encode, progress))
-        ours = _measure_ours(run, splits(threads))
+            trl = _measure_trl(TrlRuns(plan.work, child, run.encode, progress), plan.steps)
+        ours = _measure_ours(run, splits(threads), plan.steps)
         return Result(plan, model, threads, version, trl, ours, notes)
 
 
@@ -303,9 +207,9 @@ def _start(python: Path, model: Model, work: Path, threads: int) -> Start:
     return Start(TRL, [str(python), "-I"], _FILE, settings, env)
 
 
-def _measure_trl(run: "_Trl") -> Side:
+def _measure_trl(run: TrlRuns, steps: int) -> Side:
     """First the numbers, then the size of a pass, one step each; then the best of all."""
-    batch = run.plan.batch
+    batch = run.work.batch
     sizes = [size for size in range(1, batch + 1) if batch % size == 0]
     first = max(size for size in sizes if size <= _FIRST_PER_DEVICE)
     tried = {Choice(dtype, first): 0.0 for dtype in DTYPES}
@@ -316,7 +220,7 @@ def _measure_trl(run: "_Trl") -> Side:
         way = Choice(dtype, size)
         tried[way] = run.train(way, 1, 0).tokens_per_s
     best = _best(tried)
-    return Side(run.train(best, run.plan.steps, 1), best, list(tried.items()))
+    return Side(run.train(best, steps, 1), best, list(tried.items()))
 
 
 def _beside(sizes: Sequence[int], first: int) -> list[int]:
@@ -325,120 +229,11 @@ def _beside(sizes: Sequence[int], first: int) -> list[int]:
     return [*sizes[max(0, place - 1) : place], *sizes[place + 1 : place + 3]]
 
 
-def _measure_ours(run: "_Ours", ways: Sequence[Split]) -> Side:
+def _measure_ours(run: OurRuns, ways: Sequence[Split], steps: int) -> Side:
     tried = {way: run.train(way, _SEARCH_STEPS).tokens_per_s for way in ways}
     best = _best(tried)
-    return Side(run.train(best, run.plan.steps), best, list(tried.items()))
+    return Side(run.train(best, steps), best, list(tried.items()))
 
 
 def _best(tried: Mapping[Way, float]) -> Way:
     return max(tried, key=lambda way: tried[way])
-
-
-class _Trl:
-    """Runs of TRL, and a look at each: whether it did what was asked."""
-
-    def __init__(
-        self,
-        plan: Plan,
-        child: Contestant,
-        encode: Callable[[str], list[int]],
-        progress: arena.Progress,
-    ) -> None:
-        self.plan = plan
-        self._child, self._encode, self._progress = child, encode, progress
-
-    def train(self, way: Choice, steps: int, warmup: int) -> Trained:
-        plan = self.plan
-        self._progress(f"{TRL}: {steps} of {way.title}")
-        asked = questions(plan.prompts * (warmup + steps))
-        self._child.send(
-            "train",
-            questions=asked,
-            num_steps=warmup + steps,
-            group_size=plan.group_size,
-            batch=plan.batch,
-            per_device=way.per_device,
-            max_tokens=plan.max_tokens,
-            learning_rate=LEARNING_RATE,
-            dtype=way.dtype,
-            seed=SEED,
-        )
-        done = self._child.receive(_STEP_TIMEOUT_S * (warmup + steps))
-        if done["completions"] != [plan.batch] * (warmup + steps):
-            raise ContestantFailed(
-                f"{TRL} trained {done['completions']} completions in its steps, not {plan.batch} "
-                f"in each of {warmup + steps}."
-            )
-        if done["prompts"] != [self._encode(question) for question in asked]:
-            raise ContestantFailed(f"{TRL} reads other tokens than ours in the same prompts.")
-        return Trained(done["step_s"][warmup:], done["tokens"][warmup:])
-
-
-class _Ours:
-    """Runs of ours in the `local` runtime: the driver here, rollout and trainer as processes."""
-
-    def __init__(self, plan: Plan, model: Model, work: Path, progress: arena.Progress) -> None:
-        from dora_rl.tasks.encoding import Encoder
-        from dora_rl.tasks.settings import TaskSettings
-
-        self.plan = plan
-        self._model, self._work, self._progress = model, work, progress
-        self._encoder = Encoder(model.directory, TaskSettings())
-        self._runs = 0
-
-    def encode(self, question: str) -> list[int]:
-        from dora_rl.tasks.prompts import Prompt
-
-        return self._encoder.encode(Prompt(position=0, text=question))
-
-    def train(self, way: Split, steps: int) -> Trained:
-        from dora_rl.runtime.train import execute, prepare, read_config
-
-        self._runs += 1
-        self._progress(f"{OURS}: {steps} of {way.title}")
-        total = way.warmup + steps + way.tail
-        out = self._work / f"run-{self._runs}"
-        config = read_config(self._config(way, total, out))
-        rows = [{"prompt": question} for question in questions(self.plan.prompts * total)]
-        run = execute(prepare(config, prompts=rows))
-        shutil.rmtree(out, ignore_errors=True)  # weights and a checkpoint each
-        if run.ending.interrupted:
-            raise KeyboardInterrupt
-        if not run.ok:
-            raise ContestantFailed(f"a run of {OURS} ({way.title}) failed: {run.ending.reason}.")
-        return _measured(way, steps, self.plan.batch, run.steps)
-
-    def _config(self, way: Split, steps: int, out: Path) -> dict[str, Any]:
-        plan = self.plan
-        return {
-            "model": {"path": str(self._model.directory)},
-            "task": {"shuffle": False, "reward": _REWARD, "reward_workers": 1},
-            "algorithm": {"preset": "grpo"},
-            "train": {"learning_rate": LEARNING_RATE},
-            "rollout": {"slots": plan.batch, "max_tokens": plan.max_tokens},
-            "orchestration": {
-                "paradigm": way.paradigm,
-                "groups_per_step": plan.prompts,
-                "group_size": plan.group_size,
-                "max_staleness": way.max_staleness,
-            },
-            "runtime": {
-                "rollout_threads": way.rollout_threads,
-                "train_threads": way.train_threads,
-            },
-            "run": {"steps": steps, "seed": SEED, "out": str(out)},
-        }
-
-
-def _measured(way: Split, steps: int, batch: int, records: Sequence["StepRecord"]) -> Trained:
-    """The steps between warm-up and tail."""
-    window = records[way.warmup : way.warmup + steps]
-    if len(records) != way.warmup + steps + way.tail or any(
-        record.trajectories != batch for record in window
-    ):
-        raise ContestantFailed(
-            f"{OURS} trained {[r.trajectories for r in records]} trajectories in its steps, not "
-            f"{batch} in each of {way.warmup + steps + way.tail}."
-        )
-    return Trained([r.step_s for r in window], [r.tokens for r in window])

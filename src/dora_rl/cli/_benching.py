@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 import click
 
 from dora_rl.core.errors import UserError
+from dora_rl.core.settings import ParadigmName
 
 Progress = Callable[[str], None]
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -89,6 +90,15 @@ def numbers(option: str, text: str, example: str) -> tuple[int, ...]:
 
 def names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def paradigms(text: str) -> tuple[ParadigmName, ...]:
+    """Paradigms, as they were typed."""
+    try:
+        return tuple(dict.fromkeys(ParadigmName(name) for name in names(text)))
+    except ValueError:
+        known = ", ".join(ParadigmName)
+        raise UserError(f"--paradigms must be of {known}: `{text}`.") from None
 
 
 def show(result: Result, as_json: bool) -> None:

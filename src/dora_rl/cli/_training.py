@@ -209,7 +209,9 @@ def introduction(plan: Plan) -> list[str]:
     core, task, threads = config.settings(), config.task, config.threads()
     model = read_model(plan.model)
     size = sum(math.prod(shape) for shape in model.tensors().values())
-    scored = [part.name for part in plan.task.rewards]
+    scored = [
+        part.function if isinstance(part.function, str) else part.name for part in plan.task.rewards
+    ]
     if plan.task.has_environment:
         scored.append(f"environment {task.environment}")
     inline = config.runtime.kind == "inline"

@@ -1,8 +1,12 @@
 """`dora-rl bench`: measurements, as ratios within one run."""
 
+import json
+from pathlib import Path
+
 import click
 
 from dora_rl.cli import _benching as benching
+from dora_rl.cli._output import check_output
 
 _ORCHESTRATOR = """\b
 The world is a cheap driver in virtual time whose own cost is not counted: 4 slots on each
@@ -69,6 +73,29 @@ TRL needs its own environment: make venv-trl, or a Python that has TRL in --trl-
 Examples:
   dora-rl bench trl
   dora-rl bench trl --steps 3 --max-tokens 64 --json
+"""
+
+_MODES = """\b
+The quickstart's model and task, with long-tailed lengths, as processes of this machine. Every
+paradigm runs through the same core; what differs is a row of its table. Rollout-only is the part
+of a step in which nothing is trained. The search for each one's best split of the cores is
+printed; then they take turns. The default takes about ten minutes on two cores.
+
+\b
+Examples:
+  dora-rl bench modes
+  dora-rl bench modes --paradigms sync,multi_version --rounds 1 --steps 8 --json
+"""
+
+_CONVERGENCE = """\b
+sync, multi_version with K = 1 and 3, and in_flight, from the same model, with equal numbers of
+trajectories. Held-out reward is that of the last version on prompts that no run trains on. The
+default takes well over an hour on two cores.
+
+\b
+Examples:
+  dora-rl bench convergence --out convergence.json --plot convergence.png
+  dora-rl bench convergence --seeds 2 --steps 20
 """
 
 _EXAMPLES = """\b
@@ -280,4 +307,83 @@ def trl(
     )
     with benching.children(), benching.progress() as progress:
         result = measure(plan, progress)
+    benching.show(result, as_json)
+
+
+@command.command(epilog=_MODES)
+@click.option(
+    "--paradigms",
+    default="sync,one_step,partial,in_flight,multi_version",
+    show_default=True,
+    metavar="NAME,…",
+    help="Who is measured.",
+)
+@click.option("--steps", type=int, default=16, show_default=True, help="Train steps of a run.")
+@click.option(
+    "--warmup-steps", type=int, default=4, show_default=True, help="Of them, not measured."
+)
+@click.option("--rounds", type=int, default=3, show_default=True, help="Runs of each paradigm.")
+@click.option(
+    "--search-steps", type=int, default=6, show_default=True, help="Steps of a run of the search."
+)
+@click.option("--max-staleness", type=int, default=3, show_default=True, help="K.")
+@click.option("--slots", type=int, default=64, show_default=True, help="Of all instances.")
+@click.option("--groups", type=int, default=16, show_default=True, help="Prompts of a step.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@benching.as_json
+def modes(
+    paradigms: str,
+    steps: int,
+    warmup_steps: int,
+    rounds: int,
+    search_steps: int,
+    max_staleness: int,
+    slots: int,
+    groups: int,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """The five paradigms as real training: throughput, rollout-only time, bubbles, staleness."""
+    from dora_rl.benchmarks.modes import Plan, measure
+
+    plan = Plan(
+        paradigms=benching.paradigms(paradigms),
+        steps=steps,
+        warmup_steps=warmup_steps,
+        rounds=rounds,
+        search_steps=search_steps,
+        max_staleness=max_staleness,
+        slots=slots,
+        groups_per_step=groups,
+        seed=seed,
+    )
+    with benching.progress() as progress:
+        result = measure(plan, progress)
+    benching.show(result, as_json)
+
+
+@command.command(epilog=_CONVERGENCE)
+@click.option("--seeds", type=int, default=5, show_default=True, help="Runs of each way.")
+@click.option("--steps", type=int, default=60, show_default=True, help="Train steps of a run.")
+@click.option(
+    "--goal", type=float, default=0.7, show_default=True, help="Reward to which time is measured."
+)
+@click.option("--out", type=click.Path(path_type=Path), help="Write the measurements here as JSON.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw the curves as PNG.")
+@benching.as_json
+def convergence(
+    seeds: int, steps: int, goal: float, out: Path | None, plot: Path | None, as_json: bool
+) -> None:
+    """What staleness costs in learning: reward curves of several ways and seeds."""
+    from dora_rl.benchmarks.convergence import Plan, draw, measure
+
+    for file in (out, plot):
+        if file is not None:
+            check_output(file, not_these=[f for f in (out, plot) if f is not file])
+    with benching.progress() as progress:
+        result = measure(Plan(seeds=seeds, steps=steps, goal=goal), progress)
+    if out is not None:
+        out.write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
+    if plot is not None:
+        draw(result, plot)
     benching.show(result, as_json)

@@ -31,9 +31,7 @@ Examples:
 
 
 @click.command(epilog=_EPILOG)
-@click.argument(
-    "config", required=False, metavar="[CONFIG.toml]", type=click.Path(path_type=Path)
-)
+@click.argument("config", required=False, metavar="[CONFIG.toml]", type=click.Path(path_type=Path))
 @click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a value; repeatable."
 )

@@ -101,7 +101,7 @@ class Status:
         self.loaded_after_s: float | None = None
         self.finished = 0
         self.scored = 0
-        self.ready = 0
+        self.ready = 0  # groups
         self.activity = "loading the model"
         self._activity_since = self._began
         self._batch: int | None = None
@@ -119,6 +119,7 @@ class Status:
             case e.WeightsPublished():
                 if event.version == 0 and self.loaded_after_s is None:
                     self.loaded_after_s = self.elapsed_s
+                    self._step_ends[0] = self._clock()
                 self._turn_to(f"waiting for batch {event.version + 1}")
             case e.BatchTrained():
                 self._batch = None
@@ -176,8 +177,8 @@ class Status:
         ends = list(self._step_ends)
         if len(ends) < 2:
             return None
-        if len(self.rewards) > 1 and len(ends) <= _RECENT:
-            ends = ends[1:]  # the first step waited for everything to start
+        if len(ends) > 2 and len(ends) <= _RECENT:
+            ends = ends[1:]  # the first step had no work of others to begin with
         pace_s = (ends[-1] - ends[0]) / (len(ends) - 1)
         return max(0.0, (self.steps - self.steps_done) * pace_s - (self._clock() - ends[-1]))
 
@@ -358,6 +359,7 @@ class LiveDisplay:
         self._glyphs = ASCII if console.options.ascii_only else UNICODE
         self._width = console.width
         self._live = self._new()
+        self._drawing = threading.Lock()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="display", daemon=True)
 
@@ -379,17 +381,18 @@ class LiveDisplay:
 
     def refresh(self) -> None:
         """Draw what is known now."""
-        self._status.stopping = self._status.stopping or self._stopping()
-        width = self._console.width
-        if width < self._width:
-            # The terminal has folded the longer lines: what was drawn is not where it was.
-            self._live.stop()
-            self._console.clear()
-            self._live = self._new()
-            self._live.start()
-        self._width = width
-        # One column is left free: a line that fills the last one is folded by some terminals.
-        self._live.update(render(self._status, width - 1, self._glyphs), refresh=True)
+        with self._drawing:
+            self._status.stopping = self._status.stopping or self._stopping()
+            width = self._console.width
+            if width < self._width:
+                # The terminal has folded the longer lines: what was drawn is not where it was.
+                self._live.stop()
+                self._console.clear()
+                self._live = self._new()
+                self._live.start()
+            self._width = width
+            # One column stays free: a line that fills the last one is folded by some terminals.
+            self._live.update(render(self._status, width - 1, self._glyphs), refresh=True)
 
     def _new(self) -> Live:
         return Live(console=self._console, auto_refresh=False, vertical_overflow="crop")

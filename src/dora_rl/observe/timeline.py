@@ -224,9 +224,7 @@ class Placements:
 
     def _arrive(self, event: e.MigrationCompleted, commands: Sequence[Command]) -> None:
         reserve = self._migrations.get(event.migration)
-        committed = any(
-            type(x) is c.Release and x.migration == event.migration for x in commands
-        )
+        committed = any(type(x) is c.Release and x.migration == event.migration for x in commands)
         if reserve is None or not committed:
             return
         arrived = set(event.moved)
@@ -431,9 +429,7 @@ class Timeline:
                 self._suspended = False
                 self._close(now, "suspend", _TRAINER, 0)
 
-    def _close(
-        self, now: float, kind: str, lane: int, version: Version, problem: str = ""
-    ) -> None:
+    def _close(self, now: float, kind: str, lane: int, version: Version, problem: str = "") -> None:
         opened = self._open.pop((kind, lane, version), None)
         if opened is None:
             return  # an answer that came twice

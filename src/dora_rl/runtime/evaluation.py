@@ -74,18 +74,21 @@ class Examiner(Listener):
         outside: Outside,
         post: Callable[[Event], None],
         last: Version,
+        timeout_s: float,
         watch: Sequence[EvalWatcher] = (),
     ) -> None:
         self._task = task
         self._outside = outside
         self._post = post
         self._last = last
+        self._timeout_s = timeout_s
         self._watch = list(watch)
         self._every = task.settings.eval_every
         self._due: list[Version] = []
         self._version: Version | None = None  # being evaluated
         self._held: Version | None = None  # in the evaluator's engine
         self._began = 0.0
+        self._heard_at = 0.0
         self._answers: dict[TrajectoryId, _Answer] = {}
         self._rewards: list[float] = []
         self._lengths: list[int] = []
@@ -104,6 +107,10 @@ class Examiner(Listener):
             self._post(ev.VersionPinned(event.version, _HOLDER))
             self._next()
 
+    def overdue(self, now: float) -> bool:
+        """Whether nothing has come for so long that nothing will."""
+        return self._version is not None and now > self._heard_at + self._timeout_s
+
     def lost(self) -> None:
         """The evaluator's process is gone: this evaluation is, and the next has a new one."""
         self._held = None
@@ -118,12 +125,14 @@ class Examiner(Listener):
         if self._version is not None or not self._due:
             return
         version = self._version = self._due.pop(0)
-        self._began = self._outside.now()
+        self._began = self._heard_at = self._outside.now()
         install = cm.Install(EVALUATOR, 0, version, self._held)
         self._outside.to_evaluator(ms.Perform.of(install))
 
     def from_evaluator(self, message: ms.FromRollout) -> None:
         """What the evaluator's instance says."""
+        if not isinstance(message, ms.Used):
+            self._heard_at = self._outside.now()
         match message:
             case ms.Reported():
                 self._reported(message.event)

@@ -9,8 +9,16 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from dora_rl.core.commands import Command, Delete, Fail, Release, Reserve
-from dora_rl.core.events import Event, GroupJudged, WeightsPublished
+from dora_rl.core.commands import Command, Delete, Fail, Release, Reserve, Suspend, Train
+from dora_rl.core.events import (
+    BatchFailed,
+    BatchRejected,
+    BatchTrained,
+    Event,
+    GroupJudged,
+    InstanceJoined,
+    WeightsPublished,
+)
 from dora_rl.core.orchestrator import Orchestrator
 from dora_rl.core.types import InstanceId, MigrationId
 from dora_rl.observe.metrics import Reading
@@ -69,6 +77,9 @@ class Recorder(Listener):
         self._moves: dict[MigrationId, int] = {}
         self._migrated = 0
         self._live = 0
+        self._slots: dict[InstanceId, int] = {}
+        self._taken_at: float | None = None
+        self._taken_s = 0.0  # slot time
         self._filtered: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
         self.last: StepRecord | None = None
@@ -78,6 +89,7 @@ class Recorder(Listener):
     # What the driver tells
 
     def observed(self, now: float, event: Event, commands: Sequence[Command]) -> None:
+        self._watch_devices(now, event, commands)
         if isinstance(event, WeightsPublished):
             self._live += 1
         elif isinstance(event, GroupJudged) and event.filtered is not None:
@@ -92,6 +104,21 @@ class Recorder(Listener):
                     self._moves[command.migration] = len(command.moves)
                 case Release():
                     self._migrated += self._moves.pop(command.migration, 0)
+
+    def _watch_devices(self, now: float, event: Event, commands: Sequence[Command]) -> None:
+        """Colocated training has the devices: that time is not rollout's, nor its idle time.
+
+        Where work is suspended for it, the instances know; where none is there, they do not.
+        """
+        if isinstance(event, InstanceJoined):
+            self._slots[event.instance] = event.slots
+        elif isinstance(event, BatchTrained | BatchFailed | BatchRejected):
+            if self._taken_at is not None:
+                self._taken_s += (now - self._taken_at) * sum(self._slots.values())
+            self._taken_at = None
+        if self._state.paradigm.colocated and any(isinstance(c, Train) for c in commands):
+            suspended = any(isinstance(c, Suspend) for c in commands)
+            self._taken_at = None if suspended else now
 
     def refused(self, now: float, event: Event, reason: str) -> None:
         self.refusals.append(reason)
@@ -120,6 +147,7 @@ class Recorder(Listener):
             total = _add(total, used)
         trainer = self._state.trainer
         return total._replace(
+            slots_s=max(total.busy_s, total.slots_s - self._taken_s),
             stalls=trainer.stalls - (trainer.stalled_since is not None),
             stalled_s=trainer.stalled_s,
             migrated=self._migrated,

@@ -182,8 +182,14 @@ class Session:
         """Who evaluates, if there is something to evaluate with."""
         if self.plan.task.eval_stream is None:
             return None
-        steps = self.config.run.steps
-        return Examiner(self.plan.task, outside, post, steps, self._watch_evaluations)
+        return Examiner(
+            self.plan.task,
+            outside,
+            post,
+            last=self.config.run.steps,
+            timeout_s=self.config.orchestration.trajectory_timeout_s,
+            watch=self._watch_evaluations,
+        )
 
     def _write_record(self, record: StepRecord | EvalRecord) -> None:
         self._metrics.write(json.dumps(msgspec.to_builtins(record)) + "\n")

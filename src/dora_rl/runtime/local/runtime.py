@@ -155,6 +155,9 @@ class LocalRuntime:
                 f"the last step and its checkpoint took longer than runtime.stop_timeout_s: "
                 f"`{self._config.runtime.stop_timeout_s}`. Raise it."
             )
+        examiner = self._examiner
+        if self._evaluator is not None and examiner is not None and examiner.overdue(self.now()):
+            self._evaluator.kill()  # its death is handled like any other
         limit = self._config.runtime.start_timeout_s
         if not self._trainer_ready and self.now() > self._ready_by:
             raise RunFailed(f"the trainer was not ready after {limit:.0f} s")

@@ -15,6 +15,7 @@ from typing import NoReturn, Protocol
 
 import msgspec
 
+from dora_rl import framing
 from dora_rl.core.errors import UserError
 from dora_rl.tasks.names import said
 from dora_rl.tasks.workers import isolation
@@ -202,7 +203,7 @@ def _work(channel: socket.socket, servant: Servant) -> None:
 def read_frame(stream: socket.socket) -> bytes:
     """One whole message; nothing of a further one is taken."""
     frames = Frames()
-    header = _exactly(stream, 4)
+    header = _exactly(stream, framing.HEADER_BYTES)
     frames.feed(header)
     (content,) = frames.feed(_exactly(stream, int.from_bytes(header, "little")))
     return content

@@ -3,12 +3,12 @@
 Decoding runs no code; what does not fit the schema, or is too large, is refused.
 """
 
-import struct
 from typing import Any, Literal
 
 import msgspec
 
-_LENGTH = struct.Struct("<I")
+from dora_rl import framing
+
 LARGEST = 64 << 20  # bytes of one message; a trajectory of a million tokens fits
 
 
@@ -103,26 +103,11 @@ def pack(message: Any) -> bytes:
 def frame(content: bytes) -> bytes:
     if len(content) > LARGEST:
         raise ValueError(f"a message of {len(content)} bytes; {LARGEST} are the most")
-    return _LENGTH.pack(len(content)) + content
+    return framing.frame(content)
 
 
-class Frames:
-    """Bytes as they come into whole messages."""
+class Frames(framing.Frames):
+    """Bytes as they come into whole messages of this size at most."""
 
     def __init__(self) -> None:
-        self._unread = bytearray()
-
-    def feed(self, data: bytes) -> list[bytes]:
-        unread = self._unread
-        unread += data
-        found = []
-        while len(unread) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(unread)
-            if length > LARGEST:
-                raise ValueError(f"a message of {length} bytes; {LARGEST} are the most")
-            end = _LENGTH.size + length
-            if len(unread) < end:
-                break
-            found.append(bytes(unread[_LENGTH.size : end]))
-            del unread[:end]
-        return found
+        super().__init__(LARGEST)

@@ -1,0 +1,274 @@
+"""The five paradigms as real training on this machine: same model, prompts, seeds and lengths.
+
+Each paradigm gets its own best split of threads and instances, found by a short search. Then
+they take turns, several rounds, each a run of its own whose first steps do not count; the median
+round of each is shown. Lengths are long-tailed by the task itself.
+"""
+
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dora_rl.benchmarks.training import merged, train_once, workplace
+from dora_rl.core.errors import UserError
+from dora_rl.core.paradigms import PARADIGMS
+from dora_rl.core.settings import ParadigmName
+from dora_rl.runtime.train import Run
+
+Progress = Callable[[str], None]
+OURS = ParadigmName.MULTI_VERSION
+
+
+class Split(NamedTuple):
+    """How the cores are shared out."""
+
+    instances: int
+    rollout_threads: int
+    train_threads: int
+
+    def __str__(self) -> str:
+        rollout = f"{self.instances} x {self.rollout_threads}"
+        return f"{rollout} rollout, {self.train_threads} train"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be measured; refuses what cannot be."""
+
+    paradigms: tuple[ParadigmName, ...] = tuple(ParadigmName)
+    steps: int = 16
+    warmup_steps: int = 4
+    rounds: int = 3
+    search_steps: int = 6
+    max_staleness: int = 3
+    groups_per_step: int = 16
+    group_size: int = 8
+    slots: int = 64
+    max_terms: int = 96
+    tail: float = 1.2
+    seed: int = 0
+    cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+
+    def __post_init__(self) -> None:
+        if not self.paradigms:
+            raise UserError("--paradigms must name one at least.")
+        for name in ("steps", "rounds", "search_steps", "group_size", "groups_per_step", "slots"):
+            if getattr(self, name) < 1:
+                option = name.replace("_", "-")
+                raise UserError(f"--{option} must be >= 1: `{getattr(self, name)}`.")
+        if not 0 <= self.warmup_steps < self.steps:
+            raise UserError(
+                f"--warmup-steps must be from 0 to {self.steps - 1}, so that a step is left to "
+                f"measure: `{self.warmup_steps}`."
+            )
+
+    def splits(self, paradigm: ParadigmName) -> list[Split]:
+        """What the search tries."""
+        cores = self.cores
+        if PARADIGMS[paradigm].colocated:
+            found = [Split(1, cores, cores), Split(cores, 1, cores)]
+        else:
+            half = max(1, cores // 2)
+            found = [Split(1, half, half), Split(1, cores, half), Split(half, 1, half)]
+        return list(dict.fromkeys(found))
+
+    def config(self, paradigm: ParadigmName, split: Split, steps: int) -> dict[str, Any]:
+        longest = 6 * self.max_terms + 16  # characters of the longest right response
+        options = {"max_terms": self.max_terms, "tail": self.tail}
+        return merged(
+            {
+                "model": {"path": "quickstart"},
+                "task": {
+                    "prompts": "dora_rl.tasks.chains:row",
+                    "reward": "dora_rl.tasks.chains:reward",
+                    "options": options,
+                    "reward_workers": 1,
+                },
+                "train": {"learning_rate": 1e-4},
+                "rollout": {
+                    "slots": max(1, self.slots // split.instances),
+                    "max_tokens": longest,
+                },
+                "orchestration": {
+                    "paradigm": str(paradigm),
+                    "groups_per_step": self.groups_per_step,
+                    "group_size": self.group_size,
+                    "max_staleness": self.max_staleness,
+                    "install_estimate_s": 0.05,
+                    "migration_estimate_s": 0.05,
+                    "rebalance_period_s": 2.0,
+                },
+                "runtime": {
+                    "instances": split.instances,
+                    "rollout_threads": split.rollout_threads,
+                    "train_threads": split.train_threads,
+                },
+                "run": {"steps": steps, "seed": self.seed},
+            }
+        )
+
+
+class Reading(NamedTuple):
+    """One run of one paradigm, past its warm-up."""
+
+    tokens_per_s: float
+    step_s: float
+    rollout_only_s: float
+    train_s: float
+    bubble_share: float
+    mean_staleness: float
+    max_staleness: float
+    mean_length: float
+    max_length: float
+    reread_tokens: int
+    audit: str
+
+    @classmethod
+    def of(cls, run: Run, warmup_steps: int) -> "Reading":
+        summary = run.summary
+        step_s = 60 * summary.step_minutes
+        steps = run.steps[warmup_steps:]
+        return cls(
+            summary.tokens_per_s,
+            step_s,
+            summary.rollout_only_share * step_s,
+            statistics.fmean(step.train_s for step in steps),
+            summary.bubble_share,
+            summary.mean_staleness,
+            summary.max_staleness,
+            run.audit.lengths.finished.mean,
+            run.audit.lengths.finished.max,
+            summary.reprefilled_tokens,
+            summary.audit,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    plan: Plan
+    searched: dict[ParadigmName, dict[Split, float]]
+    chosen: dict[ParadigmName, Split]
+    readings: dict[ParadigmName, list[Reading]]
+
+    def median(self, paradigm: ParadigmName) -> Reading:
+        """The round whose throughput is in the middle."""
+        ordered = sorted(self.readings[paradigm])
+        return ordered[len(ordered) // 2]
+
+    def ratios(self) -> dict[str, dict[str, float]]:
+        """Ours over each of the others."""
+        if OURS not in self.readings:
+            return {}
+        ours = self.median(OURS)
+        found = {}
+        for name in self.readings:
+            if name is not OURS:
+                other = self.median(name)
+                found[f"{OURS}/{name}"] = {
+                    "tokens_per_s": _ratio(ours.tokens_per_s, other.tokens_per_s),
+                    "rollout_only_s": _ratio(ours.rollout_only_s, other.rollout_only_s),
+                }
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        plan = self.plan
+        return {
+            "steps": plan.steps - plan.warmup_steps,
+            "rounds": plan.rounds,
+            "cores": plan.cores,
+            "groups_per_step": plan.groups_per_step,
+            "group_size": plan.group_size,
+            "slots": plan.slots,
+            "lengths": {
+                "mean": self.median(plan.paradigms[0]).mean_length,
+                "max": max(r.max_length for rs in self.readings.values() for r in rs),
+            },
+            "search": {
+                name: {str(split): rate for split, rate in tried.items()}
+                for name, tried in self.searched.items()
+            },
+            "modes": {
+                name: {
+                    "split": str(self.chosen[name]),
+                    **self.median(name)._asdict(),
+                    "tokens_per_s_of_rounds": [r.tokens_per_s for r in self.readings[name]],
+                }
+                for name in self.readings
+            },
+            "ratios": self.ratios(),
+        }
+
+    def summary(self) -> list[str]:
+        plan = self.plan
+        lines = ["The search for each one's best split (tokens/s):"]
+        for name, tried in self.searched.items():
+            shown = "; ".join(f"{split}: {rate:.0f}" for split, rate in tried.items())
+            lines.append(f"  {name:<14} {shown}")
+        first = self.median(plan.paradigms[0])
+        longest = max(r.max_length for rs in self.readings.values() for r in rs)
+        lines += [
+            "",
+            f"{plan.groups_per_step} groups of {plan.group_size} a step, {plan.slots} slots, "
+            f"{plan.cores} cores; lengths {first.mean_length:.0f} mean, {longest:.0f} max; "
+            f"{plan.steps - plan.warmup_steps} steps after warm-up, median of {plan.rounds} rounds",
+            f"{'':<14} {'tokens/s':>9} {'step s':>7} {'rollout-only s':>14} {'train s':>8} "
+            f"{'bubbles':>8} {'staleness':>10}  audit",
+        ]
+        for name in self.readings:
+            r = self.median(name)
+            staleness = f"{r.mean_staleness:.2f}/{r.max_staleness:.0f}"
+            lines.append(
+                f"{name:<14} {r.tokens_per_s:>9.0f} {r.step_s:>7.2f} {r.rollout_only_s:>14.2f} "
+                f"{r.train_s:>8.2f} {r.bubble_share:>8.1%} {staleness:>10}  {r.audit}"
+            )
+        for pair, values in self.ratios().items():
+            lines.append(
+                f"{pair}: {values['tokens_per_s']:.2f} x tokens/s, "
+                f"{values['rollout_only_s']:.2f} x rollout-only time"
+            )
+        return lines
+
+
+def measure(plan: Plan, progress: Progress = lambda _: None) -> Result:
+    """Search the splits, then let the paradigms take turns."""
+    with workplace() as place:
+        searched = {
+            name: _search(plan, name, place / "search", progress) for name in plan.paradigms
+        }
+        chosen = {name: max(tried, key=lambda s: tried[s]) for name, tried in searched.items()}
+        readings: dict[ParadigmName, list[Reading]] = {name: [] for name in plan.paradigms}
+        for number in range(plan.rounds):
+            for name in _turns(plan.paradigms, number):
+                progress(f"round {number + 1} of {plan.rounds}: {name}")
+                out = place / f"{number}-{name}"
+                config = plan.config(name, chosen[name], plan.steps)
+                run = train_once(config, out, warmup_steps=plan.warmup_steps)
+                readings[name].append(Reading.of(run, plan.warmup_steps))
+        return Result(plan, searched, chosen, readings)
+
+
+def _search(plan: Plan, name: ParadigmName, place: Path, progress: Progress) -> dict[Split, float]:
+    """Tokens per second of each split, over a few steps; not run where there is one alone."""
+    splits = plan.splits(name)
+    if len(splits) == 1:
+        return {splits[0]: 0.0}
+    found = {}
+    for number, split in enumerate(splits):
+        progress(f"search: {name} with {split}")
+        config = plan.config(name, split, plan.search_steps)
+        warmup = min(2, plan.search_steps - 1)
+        run = train_once(config, place / f"{name}-{number}", warmup_steps=warmup)
+        found[split] = run.summary.tokens_per_s
+    return found
+
+
+def _turns(names: Sequence[ParadigmName], number: int) -> list[ParadigmName]:
+    """Every other round in the reverse order."""
+    return list(names) if number % 2 == 0 else list(reversed(names))
+
+
+def _ratio(ours: float, other: float) -> float:
+    return ours / other if other else 0.0
