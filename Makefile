@@ -5,6 +5,7 @@ SEEDS ?= 1000
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+STAMP_RUN := $(VENV)/.installed-to-run
 VENV_VLLM := .venv-vllm
 STAMP_VLLM := $(VENV_VLLM)/.installed
 VENV_TRL := .venv-trl
@@ -21,6 +22,13 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: dora-rl needs Python 3.11 or newer. Use make PYTHON=python3.11")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# To run needs neither the development tools nor a C compiler, as one task library does.
+$(STAMP_RUN): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: dora-rl needs Python 3.11 or newer. Use make PYTHON=python3.11")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[engine,train]'
 	@touch $@
 
 venv: $(STAMP) ## create .venv and install the project with its development tools
@@ -42,8 +50,8 @@ $(STAMP_TRL): requirements-trl.txt
 
 venv-trl: $(STAMP_TRL) ## create .venv-trl, the environment of dora-rl bench trl (1.5 GB)
 
-quickstart: $(STAMP) ## simulate the default scenario: every paradigm side by side
-	$(BIN)/dora-rl simulate default
+quickstart: $(if $(wildcard $(STAMP)),$(STAMP),$(STAMP_RUN)) ## train a tiny language model with several live versions
+	$(BIN)/dora-rl train
 
 test: $(STAMP) ## run the tests; the branch coverage of core must reach 95 %
 	$(BIN)/python -m pytest -n 2 --cov --cov-report=term --cov-fail-under=95

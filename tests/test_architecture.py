@@ -34,7 +34,11 @@ ONLY_IN = {
     "numpy": ["algorithms/", "models/", "trainer/", "engines/", "weights/", "runtime/"],
     "safetensors": ["models/", "trainer/", "weights/", "benchmarks/models.py"],
     "tokenizers": ["models/"],
-    "transformers": ["models/packaged.py", "benchmarks/contestants/hf.py"],
+    "transformers": ["models/packaged.py", "trainer/", "benchmarks/contestants/"],
+    "datasets": ["tasks/", "benchmarks/contestants/"],
+    "reasoning_gym": ["tasks/"],
+    "math_verify": ["tasks/"],
+    "matplotlib": ["benchmarks/convergence.py"],
     "gguf": ["models/packaged.py"],
     "accelerate": ["models/packaged.py"],
 }

@@ -302,7 +302,21 @@ def test_a_broken_promise(
 def test_two_interrupts_end_at_once(monkeypatch: pytest.MonkeyPatch, workshop: Workshop) -> None:
     ends_as(monkeypatch, KeyboardInterrupt())
     done = call(workshop.write(), "--out", "runs/killed")
-    assert (done.code, done.err) == (130, "error: interrupted\n")
+    assert done.code == 130
+    assert done.err.split("\n")[-2:] == ["error: interrupted", ""]
+
+
+def test_the_display_hears_of_the_first_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    handler: Any = signal.default_int_handler
+    monkeypatch.setattr(signal, "getsignal", lambda number: handler)
+    asked = _training._asked_to_stop()
+    assert not asked()  # the run has not begun to listen
+    handler = print
+    assert not asked()
+    handler = signal.default_int_handler
+    assert asked()
+    handler = print  # as it was before the run
+    assert asked()
 
 
 def test_one_interrupt_saves_and_the_run_can_go_on(

@@ -4,6 +4,7 @@ import json
 import random
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -213,7 +214,7 @@ def test_a_lane_never_overlaps_itself_and_a_file_stays_small() -> None:
     rows = {name: spans for name, spans in story.spans.items() if name.startswith("instance 0")}
     assert 2 <= len(rows) <= 4
     for spans in rows.values():
-        for before, after in zip(spans, spans[1:], strict=False):
+        for before, after in pairwise(spans):
             assert before[1] <= after[0] + 1e-6
     # Each version ends a span of its own; the rest is a matter of the resolution.
     assert sum(map(len, rows.values())) < 4 * 30 / 0.25 + 3 * version

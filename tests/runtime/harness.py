@@ -1,41 +1,133 @@
 """Small runs for tests: a model directory, configurations, and what a run left behind."""
 
-import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+from safetensors.torch import load_file
+
+from dora_rl.core.audit import audit_journal
+from dora_rl.core.commands import Train
+from dora_rl.core.events import BatchTrained
 from dora_rl.core.journal import Record, read_journal
 from dora_rl.core.replay import replay
-from dora_rl.runtime.config import RunConfig
+from dora_rl.runtime.listening import Listener
+from dora_rl.runtime.messages import Trained
 from dora_rl.runtime.train import Run, execute, prepare, read_config
-from dora_rl.store.rundir import JOURNAL, JournalFile, find_journals
+from dora_rl.samples import Sample
+from dora_rl.store.rundir import JOURNAL, JournalFile
 from tests.models.random_models import make_model, make_tokenizer
 
 VOCABULARY = 300
 REWARDS = "tests.runtime.rewards"
-PROMPTS = [{"prompt": f"the quick {word}", "turns": 3} for word in "fox dog cat hen owl bee".split()]
+ANIMALS = ("fox", "dog", "cat", "hen", "owl", "bee")
+PROMPTS = [{"prompt": f"the quick {animal}", "turns": 3} for animal in ANIMALS]
 
 
 def make_tiny(directory: Path) -> Path:
-    """A llama of two layers whose tokenizer has every token."""
+    """A llama of two layers with a tokenizer of as many tokens; token 0 ends a text."""
     make_model(directory, "llama", seed=1, vocab_size=VOCABULARY, eos_token_id=0, bos_token_id=0)
     make_tokenizer(VOCABULARY).save(str(directory / "tokenizer.json"))
     return directory
 
 
-def settings(model: Path, out: Path | None = None, **sections: dict[str, Any]) -> dict[str, Any]:
-    """A configuration as TOML has it; sections are merged into the defaults of the tests."""
+def settings(model: Path, out: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+    """A configuration as TOML has it; the sections are merged into what the tests share.
+
+    The stop strings give responses of all lengths: the model has learnt nothing.
+    """
     data: dict[str, dict[str, Any]] = {
         "model": {"path": str(model)},
         "task": {"reward": f"{REWARDS}:vowels", "reward_workers": 1},
         "train": {"learning_rate": 0.01, "threads": 1},
-        "rollout": {"slots": 8, "max_tokens": 16},
+        "rollout": {"slots": 8, "max_tokens": 24, "stop": ["a", "e", "o", "i"]},
         "orchestration": {"groups_per_step": 2, "group_size": 2, "max_staleness": 2},
         "runtime": {"kind": "inline", "rollout_threads": 1, "train_threads": 1},
-        "run": {"steps": 4},
+        "run": {"steps": 4, "out": str(out)},
     }
     for name, values in sections.items():
-        data[name] = {**data.get(name, {}), **values}
-    if out is not None:
-        data["run"]["out"] = str(out)
+        merged = {**data.get(name, {}), **values}
+        data[name] = {key: value for key, value in merged.items() if value is not None}
     return data
+
+
+def run(
+    model: Path,
+    out: Path,
+    *listeners: Listener,
+    prompts: Any = PROMPTS,
+    **sections: dict[str, Any],
+) -> Run:
+    """A whole run."""
+    plan = prepare(read_config(settings(model, out, **sections)), prompts=prompts)
+    return execute(plan, listeners=listeners)
+
+
+class Seen(Listener):
+    """Keeps all samples that were trained on, by step."""
+
+    def __init__(self) -> None:
+        self.batches: list[Sequence[Sample]] = []
+
+    def trained(self, now: float, report: Trained, samples: Sequence[Sample]) -> None:
+        self.batches.append(samples)
+
+    @property
+    def samples(self) -> list[Sample]:
+        return [sample for batch in self.batches for sample in batch]
+
+
+def journal(directory: Path) -> JournalFile:
+    return JournalFile("run", directory / JOURNAL)
+
+
+def records(directory: Path) -> list[Record]:
+    """What the core was told and answered; refuses a journal that is not whole."""
+    entries = list(read_journal(journal(directory).lines()))
+    return [entry for entry in entries if isinstance(entry, Record)]
+
+
+def lines(directory: Path) -> list[str]:
+    """The records as text: without the header, which has the settings, and the closing line."""
+    return [record.text for record in records(directory)]
+
+
+def trained(directory: Path) -> list[tuple[int, int, int]]:
+    """(step, version, trajectory) of all that was trained on, in order."""
+    found: list[tuple[int, int, int]] = []
+    asked: Train | None = None
+    for record in records(directory):
+        if isinstance(record.event, BatchTrained) and record.refused is None:
+            assert asked is not None
+            found += [(asked.step, g.version, t) for g in asked.groups for t in g.trajectories]
+        for command in record.commands:
+            asked = command if isinstance(command, Train) else asked
+    return found
+
+
+def weights(checkpoint: Path) -> bytes:
+    return (checkpoint / "model.safetensors").read_bytes()
+
+
+def assert_sound(ended: Run) -> None:
+    """What every run keeps that has ended well."""
+    assert ended.ending.ok, ended.ending
+    assert ended.audit.ok, "\n".join(ended.audit.summary())
+    assert audit_journal(journal(ended.directory).lines()).ok
+    assert replay(journal(ended.directory).lines()).ok
+    assert ended.audit.lost == 0
+    ids = [trajectory for _, _, trajectory in trained(ended.directory)]
+    assert len(ids) == len(set(ids)) == ended.audit.trained
+    assert ended.checkpoint is not None
+    tensors = load_file(ended.checkpoint / "model.safetensors")
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
+
+
+def children() -> list[psutil.Process]:
+    """All processes below this one that still live."""
+    return [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if child.status() != psutil.STATUS_ZOMBIE
+    ]

@@ -143,9 +143,13 @@ def carry_out(plan: Plan, *, as_json: bool, plain: bool) -> int:
     except UserError:
         raise
     except DoraError as error:
+        reason = str(error).rstrip(".")
         raise click.ClickException(
-            f"the run failed: {error} What it wrote is in `{plan.out}`."
+            f"the run failed: {reason}. What it wrote is in `{plan.out}`."
         ) from error
+    except KeyboardInterrupt:
+        click.echo(f"ended at once; what it wrote is in `{plan.out}`", err=True)
+        raise
     finally:
         follower.close()
     if as_json:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self
 
@@ -325,10 +326,7 @@ def sparkline(values: Sequence[float], cells: int, levels: str = UNICODE.levels)
         return ""
     parts = min(cells, len(values))
     bounds = [len(values) * part // parts for part in range(parts + 1)]
-    means = [
-        sum(values[begin:end]) / (end - begin)
-        for begin, end in zip(bounds, bounds[1:], strict=False)
-    ]
+    means = [sum(values[begin:end]) / (end - begin) for begin, end in pairwise(bounds)]
     least, most = min(means), max(means)
     if most <= least:
         return levels[len(levels) // 2] * parts
