@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import dora_rl
 from dora_rl import cli
 from dora_rl.benchmarks import trl
-from dora_rl.benchmarks.contestants import trl_process, trl_runs
+from dora_rl.benchmarks.contestants import arena, process, trl_process, trl_runs
 from dora_rl.benchmarks.contestants.process import Contestant, ContestantFailed
 from dora_rl.benchmarks.contestants.trl_runs import (
     Choice,
@@ -313,12 +313,17 @@ def fake_run(monkeypatch: pytest.MonkeyPatch, plans: list[Any], **ending: Any) -
     """Runs that only say how they were planned, and end at once."""
 
     def execute(planned: Any) -> Any:
+        if "before" in ending:
+            with pytest.raises((ContestantFailed, ValueError)):  # its pipe is closed
+                ending["before"]()
         plans.append(planned)
         planned.out.mkdir()
         return types.SimpleNamespace(
-            ok=ending.get("ok", True),
+            ok=ending.get("ok", True) and ending.get("audit", True),
             ending=types.SimpleNamespace(
-                reason="the disk is full", interrupted=ending.get("interrupted", False)
+                ok=ending.get("ok", True),
+                reason="the disk is full",
+                interrupted=ending.get("interrupted", False),
             ),
             steps=[record(step) for step in range(planned.config.run.steps)],
         )
@@ -353,6 +358,9 @@ def test_a_run_of_ours_that_fails_ends_the_measurement(
     fake_run(monkeypatch, [], ok=False)
     with pytest.raises(ContestantFailed, match="the disk is full"):
         ours.train(Split("sync", 0, 1, 1), 1)
+    fake_run(monkeypatch, [], audit=False)
+    with pytest.raises(ContestantFailed, match="broken promise"):
+        ours.train(Split("sync", 0, 1, 1), 1)
     fake_run(monkeypatch, [], interrupted=True)
     with pytest.raises(KeyboardInterrupt):
         ours.train(Split("sync", 0, 1, 1), 1)
@@ -368,6 +376,61 @@ def test_ours_takes_its_fastest_way(ours: OurRuns, monkeypatch: pytest.MonkeyPat
     assert side.best == ways[2]
     assert side.trained == Trained([1.0] * 3, [50] * 3)
     assert dict(side.tried) == rates
+
+
+# Both
+
+
+def test_ours_runs_when_trl_is_gone_and_both_are_asked_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    children: list[Contestant] = []
+    plans: list[Any] = []
+    start_all = process.start_all
+
+    def start(*given: Any) -> Any:
+        children.extend(start_all(*given))
+        return children
+
+    monkeypatch.setattr(trl, "_start", lambda *given: stubs.start(tmp_path, "trl", STUB))
+    monkeypatch.setattr(trl, "start_all", start)
+    monkeypatch.setattr(OurRuns, "encode", lambda self, question: letters(question))
+    monkeypatch.setattr(arena, "processors", lambda: 2)
+    fake_run(monkeypatch, plans, before=lambda: children[0].ask("about"))
+    result = trl.measure(plan(max_tokens=5, trl_python=sys.executable))
+    assert result.trl.trained == Trained([2.0] * 3, [40] * 3)
+    # Of the fake runs all are as fast, so the first way is taken; its warm-up is one step.
+    assert result.ours.trained == Trained([1.0, 2.0, 3.0], [10, 20, 30])
+    assert result.ratio == pytest.approx(10 / 20)
+    assert len(plans) == len(trl.splits(2)) + 1
+    assert result.to_json()["ours"]["searched"][0]["paradigm"] == "sync"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"max_tokens": 1024}, "the prompts and --max-tokens make sequences of"),
+        ({"trl_python": "/nowhere"}, "--trl-python is not a program: `/nowhere`"),
+    ],
+)
+def test_nothing_is_started_for_what_cannot_be_run(
+    given: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trl, "start_all", None)
+    with pytest.raises(UserError, match=message):
+        trl.measure(plan(**{"trl_python": sys.executable, **given}))
+
+
+def test_what_is_wrong_with_ours_is_said_before_trl_takes_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(self: OurRuns, way: Split, steps: int) -> None:
+        raise UserError("no such reward")
+
+    monkeypatch.setattr(trl, "start_all", None)
+    monkeypatch.setattr(OurRuns, "prepare", refuse)
+    with pytest.raises(UserError, match="no such reward"):
+        trl.measure(plan(trl_python=sys.executable))
 
 
 # The command

@@ -176,7 +176,23 @@ def test_json_is_all_that_goes_to_stdout(workshop: Workshop) -> None:
     assert report["reward"]["first"] == report["first_step"]["reward_mean"]
     assert report["audit"]["verdict"] == "clean"
     assert report["summary"]["trained"] == 4
+    assert report["evaluations"] == []
     assert "step 1/1  reward" in done.err
+
+
+def test_evaluations_are_told_and_kept(workshop: Workshop) -> None:
+    task = {"eval_prompts": "prompts.jsonl", "eval_every": 1, "eval_size": 3}
+    done = call(workshop.write(task=task), "--steps", "1", "--out", "runs/eval")
+    assert (done.code, done.err) == (0, "")
+    first = next(x for x in done.out.splitlines() if x.startswith("evaluation of version 0"))
+    assert "(3 responses, " in first
+    before, after = (
+        next(x for x in done.out.splitlines() if x.startswith(f"evaluation of version {version}"))
+        .partition("reward ")[2]
+        .split()[0]
+        for version in (0, 1)
+    )
+    assert f"evaluation {before} (version 0) -> {after} (version 1)\n" in done.out
 
 
 # Refusals
@@ -357,7 +373,7 @@ def test_a_terminal_gets_the_display(
 ) -> None:
     run = finished[1]
 
-    def fake(plan: Any, *, watch: Any, listeners: Any) -> Run:
+    def fake(plan: Any, *, watch: Any, **more: Any) -> Run:
         for record in run.steps:
             for watcher in watch:
                 watcher(record)

@@ -11,8 +11,11 @@ from rich.console import Console
 
 from dora_rl.core import commands as c
 from dora_rl.core import events as e
+from dora_rl.core.commands import Command
+from dora_rl.core.events import Event
 from dora_rl.core.types import BatchGroup, Segment
 from dora_rl.observe.live import ASCII, LiveDisplay, Status, duration, render, sparkline
+from dora_rl.observe.placements import Placements
 
 
 @dataclass
@@ -56,8 +59,14 @@ def make_status(clock: Callable[[], float], instances: int = 2) -> Status:
         instances=instances,
         slots=32,
         groups_per_step=16,
+        placements=Placements(),
         clock=clock,
     )
+
+
+def tell(status: Status, now: float, event: Event, *commands: Command) -> None:
+    status.placements.observe(now, event, commands)
+    status.observe(now, event, commands)
 
 
 def lines(status: Status, width: int = 80, **options: object) -> dict[str, str]:
@@ -75,12 +84,12 @@ def lines(status: Status, width: int = 80, **options: object) -> dict[str, str]:
 
 def start(status: Status, counts: dict[int, int]) -> None:
     for name in range(status.instances):
-        status.observe(0.0, e.InstanceJoined(name, 0, 32, 1000, 4), [])
+        tell(status, 0.0, e.InstanceJoined(name, 0, 32, 1000, 4))
     fence = 0
     for version, count in counts.items():
         for _ in range(count):
             fence += 1
-            status.observe(1.0, e.TimerFired(), [c.Start(fence, fence, 0, version)])
+            tell(status, 1.0, e.TimerFired(), c.Start(fence, fence, 0, version))
 
 
 def test_before_anything_is_up(status: Status, clock: Clock) -> None:
@@ -95,13 +104,13 @@ def test_before_anything_is_up(status: Status, clock: Clock) -> None:
 
 def test_before_the_first_step(status: Status, clock: Clock) -> None:
     clock.now += 5
-    status.observe(0.0, e.WeightsPublished(0, "d"), [])
+    tell(status, 0.0, e.WeightsPublished(0, "d"))
     start(status, {0: 20})
     finished = e.TrajectoryFinished(1, 1, 2, (Segment(0, "d", 2),))
-    status.observe(2.0, finished, [c.Score(1, 1)])
-    status.observe(2.0, e.TrajectoryScored(1, 1), [])
-    status.observe(2.0, e.GroupJudged(0), [])
-    status.observe(2.0, e.GroupJudged(1, "all alike"), [])
+    tell(status, 2.0, finished, c.Score(1, 1))
+    tell(status, 2.0, e.TrajectoryScored(1, 1))
+    tell(status, 2.0, e.GroupJudged(0))
+    tell(status, 2.0, e.GroupJudged(1, "all alike"))
     clock.now += 2
     shown = lines(status)
     assert "waiting for batch 1, 2 s" in shown["trainer"]
@@ -113,16 +122,16 @@ def test_before_the_first_step(status: Status, clock: Clock) -> None:
 
 
 def test_in_the_middle(status: Status, clock: Clock) -> None:
-    status.observe(0.0, e.WeightsPublished(0, "d"), [])
+    tell(status, 0.0, e.WeightsPublished(0, "d"))
     start(status, {9: 3, 10: 9, 11: 33})
     for step in range(12):
         clock.now += 4
         status.stepped(Step(step, reward_mean=0.2 + step / 50))
     for group in range(20):
-        status.observe(2.0, e.GroupJudged(group), [])
+        tell(status, 2.0, e.GroupJudged(group))
     batch = tuple(BatchGroup(group, 11, (group,)) for group in range(16))
-    status.observe(3.0, e.TimerFired(), [c.Train(12, batch)])
-    status.observe(3.0, e.TimerFired(), [c.Train(12, batch)])  # the core may repeat itself
+    tell(status, 3.0, e.TimerFired(), c.Train(12, batch))
+    tell(status, 3.0, e.TimerFired(), c.Train(12, batch))  # the core may repeat itself
     clock.now += 1
     shown = lines(status)
     assert shown["step"].startswith("12/60 ") and "20%" in shown["step"]
@@ -146,7 +155,7 @@ def test_every_version_that_runs_is_in_the_bar(status: Status) -> None:
 def test_the_pace_of_late_is_what_counts(status: Status, clock: Clock) -> None:
     assert status.eta_s is None
     clock.now += 1000  # loading
-    status.observe(0.0, e.WeightsPublished(0, "d"), [])
+    tell(status, 0.0, e.WeightsPublished(0, "d"))
     clock.now += 30
     status.stepped(Step(0))
     assert status.eta_s == pytest.approx(59 * 30)
@@ -172,8 +181,22 @@ def test_tokens_are_rated_over_the_last_seconds(status: Status) -> None:
 
 
 def test_a_failed_batch_is_named(status: Status) -> None:
-    status.observe(1.0, e.BatchFailed(3, "out of memory"), [])
+    tell(status, 1.0, e.BatchFailed(3, "out of memory"))
     assert "step 4 again: out of memory" in lines(status)["trainer"]
+
+
+def test_the_end_is_not_called_a_wait(status: Status) -> None:
+    tell(status, 1.0, e.WeightsPublished(60, "d"), c.Halt(True, "60 steps trained"))
+    assert "the last checkpoint and evaluation, 0 s" in lines(status)["trainer"]
+
+
+def test_evaluations_are_the_last_and_the_first(status: Status) -> None:
+    assert "evaluation" not in lines(status)
+    status.evaluated(0, 0.25)
+    assert lines(status)["evaluation"] == "0.250 of version 0"
+    status.evaluated(20, 0.3)
+    status.evaluated(40, 0.75)
+    assert lines(status)["evaluation"] == "0.750 of version 40, 0.250 of version 0"
 
 
 @given(
@@ -190,10 +213,11 @@ def test_it_fits_wherever_it_is_shown(
     for step, reward in enumerate(rewards):
         clock.now += 1
         status.stepped(Step(step, reward_mean=reward, failed=3))
+    status.evaluated(3, 0.5)
     status.stopping = True
     text = render(status, width)
     rows = text.plain.split("\n")
-    assert len(rows) == 10  # fits 24 lines with room for what stands above
+    assert len(rows) == 11  # fits 24 lines with room for what stands above
     assert all(len(row) <= max(30, width) for row in rows)
     assert render(status, width, ASCII).plain.isascii() or not status.title.isascii()
 

@@ -1,86 +1,19 @@
-"""Counts of running work against the core's own books, and the timeline drawn of a stream."""
+"""The timeline drawn of a stream: short stories, told by hand."""
 
 import json
 import random
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections import defaultdict
 from itertools import pairwise
 from typing import Any
-
-import pytest
 
 from dora_rl.core import commands as c
 from dora_rl.core import events as e
 from dora_rl.core.commands import Command
 from dora_rl.core.events import Event
-from dora_rl.core.settings import OnFailedMember, ParadigmName, Settings
-from dora_rl.core.state import State
 from dora_rl.core.types import BatchGroup, Move, Placement, Segment
-from dora_rl.observe.timeline import Placements, Timeline
+from dora_rl.observe.placements import Placements
+from dora_rl.observe.timeline import Timeline
 from dora_rl.observe.trace import TraceFile
-from tests.core.adversary import Adversary, stir
-
-SEEDS = range(40)
-
-
-def truth(state: State) -> Counter[tuple[int, int]]:
-    """What generates where, as the core has it."""
-    running: Counter[tuple[int, int]] = Counter()
-    for name, instance in state.fleet.instances.items():
-        for version, residents in instance.residents.items():
-            for trajectory in residents:
-                running[name, version] += not state.ledger.trajectories[trajectory].paused
-    return +running
-
-
-def storm_settings(paradigm: ParadigmName, rng: random.Random, crowded: bool) -> Settings:
-    return Settings(
-        paradigm=paradigm,
-        groups_per_step=1 if crowded else rng.randint(1, 4),
-        group_size=rng.randint(1, 4),
-        max_staleness=3 if crowded else rng.randint(0, 3),
-        version_slots=rng.randint(1, 2),
-        max_retries=rng.randint(0, 2),
-        on_failed_member=rng.choice(list(OnFailedMember)),
-        turn_s=20.0,
-        heartbeat_timeout_s=rng.choice((60.0, 400.0)),
-        trajectory_timeout_s=rng.choice((15.0, 60.0, 1800.0)),
-    )
-
-
-@pytest.mark.parametrize("paradigm", ParadigmName)
-def test_running_work_is_counted_as_the_core_counts_it(paradigm: ParadigmName) -> None:
-    seen: Counter[type] = Counter()
-    for seed in SEEDS:
-        rng = random.Random(seed)
-        placements = Placements()
-
-        def observe(now: float, event: Event, commands: list[Command]) -> None:
-            placements.observe(now, event, commands)  # noqa: B023
-            seen.update(type(x) for x in [event, *commands])
-
-        crowded = seed % 3 == 0  # more versions than places for them: work is parked
-        settings = storm_settings(paradigm, rng, crowded)
-        world = Adversary(settings, observe)
-        for name in range(1 if crowded else rng.randint(2, 5)):
-            world.join(name, slots=rng.randint(2, 5), version_slots=1 if crowded else 2)
-        for _ in range(60):
-            stir(world, rng, 8, faults=True)
-            state = world.core.state
-            assert placements.running == truth(state), f"seed {seed}"
-            assert placements.instances == {
-                name: instance.incarnation for name, instance in state.fleet.instances.items()
-            }
-            by_version: Counter[int] = Counter()
-            for (_, version), count in truth(state).items():
-                by_version[version] += count
-            assert placements.versions_running() == by_version
-    assert seen[c.Start] and seen[c.Cancel] and seen[e.InstanceFailed] and seen[e.TrajectoryPaused]
-    if paradigm is ParadigmName.MULTI_VERSION:
-        assert seen[c.Release] and seen[e.TrajectoriesParked] and seen[c.Unpark]
-
-
-# The timeline of a short story, told by hand
 
 
 class Story:
@@ -88,9 +21,11 @@ class Story:
 
     def __init__(self) -> None:
         self._text: list[str] = []
-        self.timeline = Timeline(TraceFile(self._text.append), "run")
+        self.placements = Placements()
+        self.timeline = Timeline(TraceFile(self._text.append), "run", self.placements)
 
     def tell(self, now: float, event: Event, *commands: Command) -> None:
+        self.placements.observe(now, event, commands)
         self.timeline.observe(now, event, commands)
 
     def end(self, now: float) -> None:
@@ -159,9 +94,9 @@ def test_a_migration_is_drawn_at_its_target() -> None:
     story.tell(2.0, e.TimerFired(), c.Start(0, 1, 0, 0))
     story.tell(3.0, e.TimerFired(), c.Reserve(0, 0, 1, 0, (Move(0, 1, 2),)))
     story.tell(4.0, e.MigrationReserved(0), c.Transfer(0))
-    assert story.timeline.placements.running == {(0, 0): 1}
+    assert story.placements.running == {(0, 0): 1}
     story.tell(5.0, e.MigrationCompleted(0, (Placement(0, 1),)), c.Release(0))
-    assert story.timeline.placements.running == {(1, 0): 1}
+    assert story.placements.running == {(1, 0): 1}
     story.end(6.0)
     assert (3.0, 5.0, "migrate v₀") in story.spans["run / instance 1 · moves"]
     assert story.details["migrate v₀"] == "1 from instance 0"
@@ -218,16 +153,3 @@ def test_a_lane_never_overlaps_itself_and_a_file_stays_small() -> None:
             assert before[1] <= after[0] + 1e-6
     # Each version ends a span of its own; the rest is a matter of the resolution.
     assert sum(map(len, rows.values())) < 4 * 30 / 0.25 + 3 * version
-
-
-def test_counts_can_be_read_while_they_change() -> None:
-    placements = Placements()
-    placements.observe(0.0, e.InstanceJoined(0, 0, 4, 100), [])
-    starts: Sequence[Command] = [
-        c.Start(n, n + 1, 0, version) for n, version in enumerate((2, 1, 2))
-    ]
-    placements.observe(1.0, e.TimerFired(), starts)
-    counts = placements.versions_running()
-    placements.observe(2.0, e.TimerFired(), [c.Cancel(0, 1, 0)])
-    assert list(counts.items()) == [(1, 1), (2, 2)]
-    assert placements.versions_running() == {1: 1, 2: 1}

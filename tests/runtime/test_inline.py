@@ -111,7 +111,7 @@ def test_work_moves_between_instances(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("epochs", "prompts", "steps"), [(1, 6, 3), (2, 4, 4), (1, 5, 2)], ids=["one", "two", "odd"]
+    ("epochs", "prompts", "steps"), [(1, 6, 3), (2, 4, 4), (1, 5, 3)], ids=["one", "two", "odd"]
 )
 def test_prompts_that_end_end_the_run(
     epochs: int, prompts: int, steps: int, model: Path, tmp_path: Path
@@ -128,10 +128,9 @@ def test_prompts_that_end_end_the_run(
     assert_sound(ended)
     assert "prompt" in ended.ending.reason
     assert len(ended.steps) == steps
-    assert ended.audit.issued == ended.audit.trained + ended.audit.outstanding
-    assert ended.audit.trained == steps * 4
+    assert ended.audit.issued == ended.audit.trained == epochs * prompts * 2
     texts = Counter(sample.trajectory.prompt for sample in seen.samples)
-    assert all(count <= epochs * 2 for count in texts.values())
+    assert list(texts.values()) == [epochs * 2] * prompts
 
 
 # Episodes
@@ -184,9 +183,7 @@ def test_an_environment_and_a_reward_add_up(model: Path, tmp_path: Path) -> None
         assert sample.reward == pytest.approx(sum(sample.parts.values()))
         assert sample.trajectory.turns <= 2
         assert sample.parts["environment"] == {1: 1.0, 2: 3.0}[sample.trajectory.turns]
-    assert {sample.trajectory.turns for sample in seen.samples} == {1, 2} or all(
-        sample.trajectory.turns == 2 for sample in seen.samples
-    )
+    assert any(sample.trajectory.turns == 2 for sample in seen.samples)
 
 
 # Evaluation
@@ -221,17 +218,18 @@ def test_a_pinned_version_is_there_until_it_is_evaluated(model: Path, tmp_path: 
     """Evaluations last longer than the versions otherwise would."""
     asked = tmp_path / "eval.jsonl"
     asked.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
-    task = {"eval_prompts": str(asked), "eval_every": 1, "eval_samples": 8}
+    task = {"eval_prompts": str(asked), "eval_every": 2, "eval_samples": 2}
     ended = run(
         model,
         tmp_path / "slow",
         task=task,
         rollout={"slots": 2, "max_tokens": 8},
         orchestration={"max_staleness": 0},
+        run={"steps": 8},
     )
     assert_sound(ended)
-    assert [e.version for e in ended.evaluations] == [0, 1, 2, 3, 4]
-    assert all((e.responses, e.failed) == (48, 0) for e in ended.evaluations)
+    assert [e.version for e in ended.evaluations] == [0, 2, 4, 6, 8]
+    assert all((e.responses, e.failed) == (12, 0) for e in ended.evaluations)
     pinned: set[Version] = set()
     late = 0
     for record in records(ended.directory):

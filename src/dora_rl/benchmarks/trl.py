@@ -6,6 +6,8 @@ each, one after the other. Each side takes its own best way of working, which a 
     trl    float32, autocast or bfloat16; sequences in one forward pass
     ours   training and rollout in turns, or at once on shares of the processors
 
+Ours trains in float32 and generates in the dtype of the model's files.
+
 Steps are counted from the end of the one before. Where ours works ahead, warm-up fills its
 pipeline and a few more steps follow, so that what is measured neither finds work done nor leaves
 work undone.
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import dora_rl
+from dora_rl import extras
 from dora_rl.benchmarks.contestants import arena
 from dora_rl.benchmarks.contestants.process import Start, start_all
 from dora_rl.benchmarks.contestants.trl_process import DTYPES
@@ -32,6 +35,7 @@ from dora_rl.benchmarks.contestants.trl_runs import (
     Trained,
     TrlRuns,
     Work,
+    questions,
 )
 from dora_rl.benchmarks.models import TINY, Model, check_model, open_model
 from dora_rl.core.errors import UserError
@@ -41,6 +45,7 @@ DEFAULT_STEPS = 5
 DEFAULT_PROMPTS = 4
 DEFAULT_GROUP_SIZE = 8
 DEFAULT_MAX_TOKENS = 128
+USER = "dora-rl bench trl"
 GOAL = 5.0  # times as many tokens per second
 _FILE = Path(__file__).with_name("contestants") / "trl_process.py"
 _SEARCH_STEPS = 2  # measured steps of ours for each candidate
@@ -118,7 +123,11 @@ class Result:
             "group_size": plan.group_size,
             "max_tokens": plan.max_tokens,
             "trl": {**self.trl.to_json(), "version": self.version},
-            "ours": {**self.ours.to_json(), "dtype": "float32"},
+            "ours": {
+                **self.ours.to_json(),
+                "dtype": "float32",
+                "rollout_dtype": self.model.config.dtype,
+            },
             "ratio": self.ratio,
             "goal": GOAL,
             "notes": list(self.notes),
@@ -180,24 +189,30 @@ def splits(cores: int) -> list[Split]:
 def measure(plan: Plan, progress: arena.Progress = lambda _: None) -> Result:
     """Search on both sides, then measure both."""
     python = trl_python(plan.trl_python)
-    with arena.ready("dora-rl bench trl") as (work, notes):
+    extras.require(USER, "engine", "train")
+    with arena.ready(USER) as (work, notes):
         model = open_model(plan.model, None, work)
-        _check(plan, model)
         threads = arena.processors()
-        run = OurRuns(plan.work, model.directory, work, progress)
+        ways = splits(threads)
+        run = _ours(plan, model, work, progress)
+        for way in ways:
+            run.prepare(way, plan.steps)  # what is wrong is said before TRL takes its time
         with ExitStack() as stack:
             start = _start(python, model, work, threads)
             (child,) = start_all(stack, [start], work, progress)
             version = str(child.ask("about")["version"])
             trl = _measure_trl(TrlRuns(plan.work, child, run.encode, progress), plan.steps)
-        ours = _measure_ours(run, splits(threads), plan.steps)
+        ours = _measure_ours(run, ways, plan.steps)
         return Result(plan, model, threads, version, trl, ours, notes)
 
 
-def _check(plan: Plan, model: Model) -> None:
+def _ours(plan: Plan, model: Model, work: Path, progress: arena.Progress) -> OurRuns:
     if not (model.directory / "tokenizer.json").is_file():
         raise UserError(f"no tokenizer.json in `{model.directory}`. Give a model with a tokenizer.")
-    arena.check_context(model.config, plan.max_tokens, "--max-tokens")
+    run = OurRuns(plan.work, model.directory, work, progress)
+    longest = max(len(run.encode(question)) for question in questions(plan.prompts))
+    arena.check_context(model.config, longest + plan.max_tokens, "the prompts and --max-tokens")
+    return run
 
 
 def _start(python: Path, model: Model, work: Path, threads: int) -> Start:
@@ -213,6 +228,7 @@ def _measure_trl(run: TrlRuns, steps: int) -> Side:
     sizes = [size for size in range(1, batch + 1) if batch % size == 0]
     first = max(size for size in sizes if size <= _FIRST_PER_DEVICE)
     tried = {Choice(dtype, first): 0.0 for dtype in DTYPES}
+    run.train(Choice("float32", first), 1, 0)  # the first step of a process is slow: not counted
     for way in tried:
         tried[way] = run.train(way, 1, 0).tokens_per_s
     dtype = _best(tried).dtype

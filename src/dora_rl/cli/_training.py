@@ -18,12 +18,14 @@ from dora_rl.core.events import Event
 from dora_rl.core.paradigms import PARADIGMS
 from dora_rl.core.types import InstanceId
 from dora_rl.observe.live import LiveDisplay, Status, duration
+from dora_rl.observe.placements import Placements
 from dora_rl.observe.timeline import Timeline
 from dora_rl.observe.trace import TraceFile
 from dora_rl.runtime import messages as ms
 from dora_rl.runtime.config import RunConfig
+from dora_rl.runtime.evaluation import EvalRecord, EvalWatcher
 from dora_rl.runtime.listening import Listener
-from dora_rl.runtime.recording import StepRecord
+from dora_rl.runtime.recording import StepRecord, Watcher
 from dora_rl.runtime.session import Plan
 from dora_rl.runtime.train import Run, execute, prepare, read_config, resume
 from dora_rl.store.rundir import check_free
@@ -98,6 +100,7 @@ class _Follower(Listener):
         self._text: TextIO | None = None
         self._timeline: Timeline | None = None
         self._paradigm = str(settings.paradigm)
+        self._placements = Placements()
         self.status = Status(
             title=f"{_model_name(config)} · {config.algorithm.preset} · {_paradigm(config)}",
             steps=config.run.steps,
@@ -105,12 +108,15 @@ class _Follower(Listener):
             instances=config.runtime.instances,
             slots=config.rollout.slots,
             groups_per_step=settings.groups_per_step,
+            placements=self._placements,
         )
 
     def observed(self, now: float, event: Event, commands: Sequence[Command]) -> None:
         if self._timeline is None:  # the directory is there since the run has begun
             self._text = open(self._out / TRACE, "w", encoding="ascii")  # noqa: SIM115
-            self._timeline = Timeline(TraceFile(self._text.write), self._paradigm)
+            file = TraceFile(self._text.write)
+            self._timeline = Timeline(file, self._paradigm, self._placements)
+        self._placements.observe(now, event, commands)
         self._timeline.observe(now, event, commands)
         self.status.observe(now, event, commands)
 
@@ -138,8 +144,8 @@ def carry_out(plan: Plan, *, as_json: bool, plain: bool) -> int:
     say("")
     follower = _Follower(plan)
     try:
-        with _shown(follower.status, stream, say, plain=plain) as watch:
-            run = execute(plan, watch=[watch], listeners=[follower])
+        with _shown(follower.status, stream, say, plain=plain) as (step, evaluation):
+            run = execute(plan, watch=[step], watch_evaluations=[evaluation], listeners=[follower])
     except UserError:
         raise
     except DoraError as error:
@@ -171,20 +177,27 @@ def carry_out(plan: Plan, *, as_json: bool, plain: bool) -> int:
 @contextmanager
 def _shown(
     status: Status, stream: TextIO, say: Callable[[str], object], *, plain: bool
-) -> Iterator[Callable[[StepRecord], object]]:
-    """The display on a terminal; else a line for each step."""
-    if plain or not stream.isatty():
+) -> Iterator[tuple[Watcher, EvalWatcher]]:
+    """The display on a terminal; else a line for each step. Gives who is to be told."""
 
-        def watch(record: StepRecord) -> None:
-            status.stepped(record)
+    def evaluated(record: EvalRecord) -> None:
+        status.evaluated(record.version, record.reward_mean)
+        if lines:
+            say(evaluation_line(record))
+
+    def stepped(record: StepRecord) -> None:
+        status.stepped(record)
+        if lines:
             say(step_line(record, status))
 
-        yield watch
+    lines = plain or not stream.isatty()
+    if lines:
+        yield stepped, evaluated
         return
     from rich.console import Console
 
     with LiveDisplay(status, Console(file=stream), _asked_to_stop()):
-        yield status.stepped
+        yield stepped, evaluated
 
 
 def _asked_to_stop() -> Callable[[], bool]:
@@ -246,6 +259,15 @@ def step_line(record: StepRecord, status: Status) -> str:
     )
 
 
+def evaluation_line(record: EvalRecord) -> str:
+    """One evaluation in one line."""
+    failed = f", {record.failed} failed" if record.failed else ""
+    return (
+        f"evaluation of version {record.version}  reward {record.reward_mean:.3f}  "
+        f"({record.responses} responses{failed}, {record.seconds:.1f} s)"
+    )
+
+
 def conclusion(run: Run) -> list[str]:
     """What came of it, and what to try next."""
     summary, rewards = run.summary, reward_span(run.steps)
@@ -255,6 +277,10 @@ def conclusion(run: Run) -> list[str]:
             f"{'reward':<{_LABEL}}{rewards[0]:.3f} -> {rewards[1]:.3f} "
             "(means of the first and the last fifth of the steps)"
         )
+    if run.evaluations:
+        ends = (run.evaluations[:1] if len(run.evaluations) > 1 else ()) + run.evaluations[-1:]
+        shown = " -> ".join(f"{end.reward_mean:.3f} (version {end.version})" for end in ends)
+        lines.append(f"{'evaluation':<{_LABEL}}{shown}")
     if summary.steps:
         lines += [
             f"{'rollout':<{_LABEL}}{summary.tokens_per_s:,.0f} trained tokens/s, "
@@ -292,6 +318,7 @@ def to_json(run: Run) -> dict[str, Any]:
         "reward": None if rewards is None else {"first": rewards[0], "last": rewards[1]},
         "first_step": msgspec.to_builtins(run.steps[0]) if run.steps else None,
         "last_step": msgspec.to_builtins(run.steps[-1]) if run.steps else None,
+        "evaluations": [msgspec.to_builtins(record) for record in run.evaluations],
         "wall_s": run.summary.wall_s,
         "summary": run.summary.to_json(),
         "audit": run.audit.to_json(),

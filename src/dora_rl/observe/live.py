@@ -22,7 +22,7 @@ from dora_rl.core import events as e
 from dora_rl.core.commands import Command
 from dora_rl.core.events import Event
 from dora_rl.core.types import InstanceId, Version
-from dora_rl.observe.timeline import Placements
+from dora_rl.observe.placements import Placements
 
 PERIOD_S = 0.25
 _WINDOW_S = 10.0  # over which the rate of generation is taken
@@ -83,7 +83,7 @@ class Status:
         instances: int,
         slots: int,
         groups_per_step: int,
-        placements: Placements | None = None,
+        placements: Placements,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.title = title
@@ -92,12 +92,12 @@ class Status:
         self.instances = instances
         self.slots = slots * instances
         self.groups_per_step = groups_per_step
-        self.placements = Placements() if placements is None else placements
-        self._own_placements = placements is None
+        self.placements = placements
         self._clock = clock
         self._began = clock()
         self.stopping = False
         self.rewards: list[float] = []
+        self.evaluations: list[tuple[Version, float]] = []
         self.last: StepLike | None = None
         self.loaded_after_s: float | None = None
         self.finished = 0
@@ -113,9 +113,7 @@ class Status:
     # What is told
 
     def observe(self, now: float, event: Event, commands: Sequence[Command]) -> None:
-        """The core has handled an event."""
-        if self._own_placements:
-            self.placements.observe(now, event, commands)
+        """The core has handled an event, and the placements have been told."""
         match event:
             case e.WeightsPublished():
                 if event.version == 0 and self.loaded_after_s is None:
@@ -139,6 +137,8 @@ class Status:
                 self._batch = command.step
                 self.ready -= len(command.groups)
                 self._turn_to(f"training step {command.step + 1}")
+            elif isinstance(command, c.Halt):
+                self._turn_to("the last checkpoint and evaluation")
 
     def used(self, now: float, instance: InstanceId, tokens: int) -> None:
         """An instance has sampled so many tokens since it started."""
@@ -152,6 +152,10 @@ class Status:
         self.last = record
         self.rewards.append(record.reward_mean)
         self._step_ends.append(self._clock())
+
+    def evaluated(self, version: Version, reward: float) -> None:
+        """A version has answered the evaluation set."""
+        self.evaluations.append((version, reward))
 
     def _turn_to(self, activity: str) -> None:
         self.activity = activity
@@ -209,6 +213,8 @@ def render(status: Status, width: int, glyphs: Glyphs = UNICODE) -> Text:
         _named("trainer", _trainer(status)),
         _named("groups", _groups(status)),
     ]
+    if status.evaluations:
+        lines.append(_named("evaluation", _evaluation(status)))
     if status.stopping:
         lines.append(
             Text("stopping after this step; Ctrl-C again ends at once", style="bold yellow")
@@ -305,6 +311,15 @@ def _groups(status: Status) -> Text:
         return Text(ready)
     line = Text(f"{ready}, {last.outstanding} outstanding, {last.filtered} filtered, ")
     return line.append(f"{last.failed} failed", style="bold red" if last.failed else "")
+
+
+def _evaluation(status: Status) -> Text:
+    version, reward = status.evaluations[-1]
+    line = Text(f"{reward:.3f}", style="bold").append(f" of version {version}", style="not bold")
+    if len(status.evaluations) > 1:
+        version, reward = status.evaluations[0]
+        line.append(f", {reward:.3f} of version {version}", style="not bold")
+    return line
 
 
 def _named(name: str, value: Text) -> Text:

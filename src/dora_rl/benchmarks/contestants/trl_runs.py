@@ -16,6 +16,7 @@ from dora_rl.benchmarks.contestants.process import Contestant, ContestantFailed
 
 if TYPE_CHECKING:
     from dora_rl.runtime.recording import StepRecord
+    from dora_rl.runtime.session import Plan
 
 TRL, OURS = "trl", "ours"
 LEARNING_RATE = 1e-6
@@ -141,7 +142,7 @@ class TrlRuns:
 
     def train(self, way: Choice, steps: int, warmup: int) -> Trained:
         work = self.work
-        self._progress(f"{TRL}: {steps} of {way.title}")
+        self._progress(f"{TRL}: {warmup + steps} steps, {way.title}")
         asked = questions(work.prompts * (warmup + steps))
         self._child.send(
             "train",
@@ -183,21 +184,28 @@ class OurRuns:
 
         return self._encoder.encode(Prompt(position=0, text=question))
 
+    def prepare(self, way: Split, steps: int) -> "Plan":
+        """Check what a run would be given; nothing is written."""
+        from dora_rl.runtime.train import prepare, read_config
+
+        total = way.warmup + steps + way.tail
+        config = self._config(way, total, self._folder / f"run-{self._runs}")
+        rows = [{"prompt": question} for question in questions(self.work.prompts * total)]
+        return prepare(read_config(config), prompts=rows)
+
     def train(self, way: Split, steps: int) -> Trained:
-        from dora_rl.runtime.train import execute, prepare, read_config
+        from dora_rl.runtime.train import execute
 
         self._runs += 1
-        self._progress(f"{OURS}: {steps} of {way.title}")
-        total = way.warmup + steps + way.tail
-        out = self._folder / f"run-{self._runs}"
-        config = read_config(self._config(way, total, out))
-        rows = [{"prompt": question} for question in questions(self.work.prompts * total)]
-        run = execute(prepare(config, prompts=rows))
-        shutil.rmtree(out, ignore_errors=True)  # weights and a checkpoint each
+        self._progress(f"{OURS}: {steps} steps, {way.title}")
+        plan = self.prepare(way, steps)
+        run = execute(plan)
+        shutil.rmtree(plan.out, ignore_errors=True)  # weights and a checkpoint each
         if run.ending.interrupted:
             raise KeyboardInterrupt
         if not run.ok:
-            raise ContestantFailed(f"a run of {OURS} ({way.title}) failed: {run.ending.reason}.")
+            why = "the audit found a broken promise" if run.ending.ok else run.ending.reason
+            raise ContestantFailed(f"a run of {OURS} failed ({way.title}): {why}.")
         return _measured(way, steps, self.work.batch, run.steps)
 
     def _config(self, way: Split, steps: int, out: Path) -> dict[str, Any]:

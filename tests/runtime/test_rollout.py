@@ -1,0 +1,626 @@
+"""One rollout instance: what it is asked, in any order, and what it says."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dora_rl.core import commands as cm
+from dora_rl.core import events as ev
+from dora_rl.core.types import Length, Move, Placement, Segment
+from dora_rl.runtime import messages as ms
+from tests.runtime.instances import (
+    SAID,
+    TOKENS,
+    TURNS,
+    Journey,
+    Part,
+    alone,
+    answer,
+    begin,
+    digest,
+    events,
+    store,
+)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return store(tmp_path / "versions", range(4))
+
+
+# Versions
+
+
+def test_it_joins_with_one_version_slot_to_spare(root: Path) -> None:
+    part = Part(root, versions=())
+    part.instance.join()
+    part.collect()
+    assert part.events == [ev.InstanceJoined(0, 0, 4, 2048, 2)]
+
+
+def test_an_install_is_told_with_the_digest_of_what_is_there(root: Path) -> None:
+    part = Part(root, versions=(2,))
+    assert part.events == [ev.VersionInstalled(0, 0, 2, digest(2))]
+    assert events(part.do(cm.Install(0, 0, 2))) == part.events[:1]  # said again, done once
+
+
+def test_a_new_version_replaces_the_old(root: Path) -> None:
+    part = Part(root)
+    part.do(cm.Install(0, 0, 1, evict=0))
+    assert set(part.engine.load().versions) == {1}
+    assert events(part.do(cm.Evict(0, 0, 1))) == [ev.VersionEvicted(0, 0, 1)]
+    assert events(part.do(cm.Evict(0, 0, 1))) == [ev.VersionEvicted(0, 0, 1)]
+    assert not part.engine.load().versions
+
+
+@pytest.mark.parametrize("evict", [None, 0])
+@pytest.mark.parametrize("carry", [False, True])
+def test_a_failed_install_changes_nothing(root: Path, evict: int | None, carry: bool) -> None:
+    part = Part(root)
+    part.tell(begin(1, 10))
+    part.step(3)
+    shutil.rmtree(root / "1")
+    (said,) = events(part.do(cm.Install(0, 0, 1, evict, carry)))
+    assert isinstance(said, ev.InstallFailed)
+    assert (said.instance, said.incarnation, said.version) == (0, 0, 1)
+    assert str(root / "1") in said.reason and "\n" not in said.reason
+    part.run()
+    assert part.one(1) == alone(root, begin(1, 10))
+
+
+def test_a_version_with_work_is_not_evicted_by_mistake(root: Path) -> None:
+    """The core never asks for it; if it did, the answer says so and the work goes on."""
+    part = Part(root)
+    part.tell(begin(1, 10))
+    (said,) = events(part.do(cm.Install(0, 0, 1, evict=0)))
+    assert isinstance(said, ev.InstallFailed)
+    part.run()
+    assert part.one(1) == alone(root, begin(1, 10))
+
+
+# Trajectories
+
+
+def test_a_trajectory_is_told_whole(root: Path) -> None:
+    part = Part(root, versions=(0, 3))
+    part.tell(begin(4, 10, version=3))
+    part.run()
+    whole = part.finished[4, 10]
+    assert (whole.trajectory, whole.group, whole.version) == (4, 2, 3)
+    assert whole.prompt == begin(4, 10).prompt
+    assert 0 < len(whole.tokens) == len(whole.logprobs) <= TOKENS
+    assert all(logprob < 0 for logprob in whole.logprobs)
+    assert whole.segments == (Segment(3, digest(3), len(whole.tokens)),)
+    assert whole.truncated == (whole.tokens[-1] != part.engine.eos)
+    assert (whole.observed, whole.turns) == ((), 1)
+    assert not part.engine.load().versions[3].running
+
+
+def test_batch_mates_do_not_change_a_trajectory(root: Path) -> None:
+    part = Part(root, slots=2)
+    part.tell(*(begin(name, 10 + name) for name in range(5)))
+    part.run()
+    assert {key[0] for key in part.finished} == set(range(5))
+    for name in range(5):
+        assert part.one(name) == alone(root, begin(name, 10 + name))
+
+
+def test_begin_is_safe_to_repeat(root: Path) -> None:
+    part = Part(root)
+    part.tell(begin(1, 10))
+    part.step(2)
+    assert part.tell(begin(1, 10), begin(1, 9)) == []  # again, and of a superseded placement
+    part.run()
+    assert list(part.finished) == [(1, 10)]
+    assert part.one(1) == alone(root, begin(1, 10))
+
+
+def test_a_newer_placement_takes_the_place_of_an_older(root: Path) -> None:
+    part = Part(root)
+    part.tell(begin(1, 10))
+    part.step(2)
+    part.tell(begin(1, 11))
+    part.run()
+    assert list(part.finished) == [(1, 11)]
+    assert part.one(1) == alone(root, begin(1, 11))
+
+
+def test_only_the_placement_that_is_named_is_cancelled(root: Path) -> None:
+    part = Part(root)
+    part.tell(begin(1, 10), begin(2, 11))
+    part.step()
+    part.do(cm.Cancel(1, 9, 0), cm.Cancel(3, 12, 0), cm.Cancel(2, 11, 0))
+    part.run()
+    assert list(part.finished) == [(1, 10)]
+    assert part.do(cm.Cancel(1, 10, 0)) == []  # it has ended
+
+
+def test_a_request_that_is_refused_fails_alone(root: Path) -> None:
+    part = Part(root)
+    part.tell(begin(1, 10))
+    (said,) = events(part.tell(begin(2, 11, version=1)))
+    assert isinstance(said, ev.TrajectoryFailed)
+    assert (said.trajectory, said.fence) == (2, 11)
+    assert "`1`" in said.reason
+    part.run()
+    assert list(part.finished) == [(1, 10)]
+
+
+def test_a_failure_of_the_engine_is_one_trajectorys(root: Path) -> None:
+    part = Part(root)
+    part.tell(begin(1, 10), begin(2, 11))
+    part.step()
+    part.engine.fail_next(1)
+    part.run()
+    failed = [event for event in part.events if isinstance(event, ev.TrajectoryFailed)]
+    assert [(event.trajectory, event.fence) for event in failed] == [(1, 10)]
+    assert list(part.finished) == [(2, 11)]
+
+
+def test_work_that_is_suspended_stands_still(root: Path) -> None:
+    part = Part(root)
+    part.tell(begin(1, 10))
+    part.step()
+    part.do(cm.Suspend())
+    assert not part.instance.busy
+    part.do(cm.Resume())
+    part.run()
+    assert part.one(1) == alone(root, begin(1, 10))
+
+
+# Carrying
+
+
+def test_carried_work_goes_on_under_the_new_version(root: Path) -> None:
+    part = Part(root)
+    part.tell(begin(1, 10))
+    part.step(4)
+    part.do(cm.Install(0, 0, 1, evict=0, carry=True))
+    part.run()
+    whole = part.one(1)
+    assert whole.segments == (
+        Segment(0, digest(0), 4),
+        Segment(1, digest(1), len(whole.tokens) - 4),
+    )
+    assert whole.version == 1
+    assert whole.tokens[:4] == alone(root, begin(1, 10)).tokens[:4]
+    part.instance.report()
+    (used,) = [message for message in part.collect() if isinstance(message, ms.Used)]
+    assert used.reread_tokens == 3 + 4  # its prompt and what it had written
+
+
+def test_a_start_that_crosses_a_carry_is_of_the_successor(root: Path) -> None:
+    part = Part(root)
+    part.do(cm.Install(0, 0, 1, evict=0, carry=True), cm.Install(0, 0, 2, evict=1, carry=True))
+    part.tell(begin(1, 10, version=0))
+    part.run()
+    assert [s.version for s in part.one(1).segments] == [2]
+
+
+# Parking
+
+
+def test_what_is_parked_goes_on_where_it_was(root: Path) -> None:
+    part = Part(root)
+    part.tell(begin(1, 10), begin(2, 11))
+    part.step(3)
+    park = cm.Park(0, 0, (Placement(1, 10), Placement(2, 9), Placement(5, 1)))
+    parked = ev.TrajectoriesParked(0, 0, (Placement(1, 10),))
+    assert events(part.do(park)) == [parked]
+    assert events(part.do(park)) == [parked]  # said again, done once
+    part.run()
+    assert list(part.finished) == [(2, 11)]
+    unpark = cm.Unpark(0, 0, (Placement(1, 10), Placement(2, 11)))
+    part.do(unpark, unpark)
+    part.run()
+    assert part.one(1) == alone(root, begin(1, 10))
+
+
+def test_what_is_parked_can_wait_for_its_version(root: Path) -> None:
+    """The version may go and come back in between."""
+    part = Part(root)
+    part.tell(begin(1, 10))
+    part.step(3)
+    part.do(cm.Park(0, 0, (Placement(1, 10),)))
+    part.do(cm.Install(0, 0, 1, evict=0), cm.Install(0, 0, 0, evict=1))
+    part.do(cm.Unpark(0, 0, (Placement(1, 10),)))
+    part.run()
+    assert part.one(1) == alone(root, begin(1, 10))
+
+
+def test_what_cannot_come_back_fails(root: Path) -> None:
+    part = Part(root)
+    part.tell(begin(1, 10))
+    part.step(3)
+    part.do(cm.Park(0, 0, (Placement(1, 10),)), cm.Install(0, 0, 1, evict=0))
+    (said,) = events(part.do(cm.Unpark(0, 0, (Placement(1, 10),))))
+    assert isinstance(said, ev.TrajectoryFailed)
+    assert not part.instance.busy
+
+
+# Episodes
+
+
+def held(part: Part) -> ms.TurnEnded:
+    """Steps until a turn has ended."""
+    for _ in range(100):
+        for said in part.step():
+            if isinstance(said, ms.TurnEnded):
+                return said
+    raise AssertionError("no turn has ended")
+
+
+def long_episode(root: Path, max_tokens: int = 60) -> ms.Begin:
+    """One that has all its turns, each of them of several tokens."""
+    for name in range(200):
+        message = begin(name, 10, episode=True)
+        whole = alone(root, message, max_tokens)
+        if whole.turns == TURNS and whole.observed[0].start > 3:
+            return message
+    raise AssertionError("no long episode")
+
+
+def test_an_episode_is_one_trajectory(root: Path) -> None:
+    message = long_episode(root)
+    part = Part(root, max_tokens=60)
+    part.tell(message)
+    said = held(part)
+    name = message.trajectory
+    assert part.events[-1] == ev.TrajectoryPaused(name, 10, 1)
+    assert (said.trajectory, said.fence, said.turn) == (name, 10, 0)
+    assert said.room == 60 - len(said.tokens)
+    assert not part.instance.busy
+    assert events(part.tell(ms.Continue(name, 10, 0, SAID))) == [ev.TrajectoryResumed(name, 10, 1)]
+    assert part.tell(ms.Continue(name, 10, 0, SAID)) == []  # said again
+    second = held(part)
+    assert second.turn == 1
+    assert second.room == 60 - len(said.tokens) - len(SAID) - len(second.tokens)
+    part.tell(answer(second))
+    part.tell(ms.Conclude(name, held(part).fence))
+    whole = part.one(name)
+    assert whole == alone(root, message, 60)
+    assert whole.turns == TURNS
+    for start, end in whole.observed:
+        assert whole.tokens[start:end] == SAID
+        assert whole.logprobs[start:end] == (0.0,) * len(SAID)
+    assert whole.segments == (Segment(0, digest(0), whole.num_sampled),)
+    assert whole.tokens[: whole.observed[0].start] == said.tokens
+    assert whole.tokens[whole.observed[0].end : whole.observed[1].start] == second.tokens
+
+
+def test_an_answer_to_another_placement_or_turn_is_not_taken(root: Path) -> None:
+    message = long_episode(root)
+    part = Part(root, max_tokens=60)
+    part.tell(message)
+    name, said = message.trajectory, held(part)
+    wrong = (
+        ms.Continue(name, 9, 0, SAID),
+        ms.Continue(name, 10, 1, SAID),
+        ms.Conclude(name, 11),
+        ms.Conclude(name + 1, 10),
+    )
+    assert part.tell(*wrong) == []
+    part.tell(answer(said))
+    assert part.tell(ms.Conclude(name, 10)) == []  # it runs: its turn has not ended
+
+
+def test_an_episode_without_room_can_only_be_concluded(root: Path) -> None:
+    part = Part(root, max_tokens=3)
+    message = begin(1, 10, episode=True)
+    part.tell(message)
+    said = held(part)
+    assert said.room == (0 if len(said.tokens) == 3 else 3 - len(said.tokens))
+    part.tell(ms.Conclude(1, 10))
+    assert part.one(1).truncated == (len(said.tokens) == 3 and said.tokens[-1] != 0)
+
+
+def test_an_answer_that_does_not_fit_fails_the_trajectory(root: Path) -> None:
+    message = long_episode(root)
+    part = Part(root, max_tokens=60)
+    part.tell(message)
+    held(part)
+    (said,) = events(part.tell(ms.Continue(message.trajectory, 10, 0, (1,) * 60)))
+    assert isinstance(said, ev.TrajectoryFailed)
+    assert part.tell(ms.Conclude(message.trajectory, 10)) == []
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_an_episode_is_parked_in_any_moment(root: Path, paused: bool) -> None:
+    message = long_episode(root)
+    name = message.trajectory
+    part = Part(root, max_tokens=60)
+    part.tell(message)
+    if paused:
+        first = held(part)
+    else:
+        part.step(2)
+    part.do(cm.Park(0, 0, (Placement(name, 10),)))
+    if paused:
+        assert part.tell(answer(first)) == []  # out of reach; it is said again
+    part.do(cm.Unpark(0, 0, (Placement(name, 10),)))
+    said = first if paused else held(part)
+    while not part.finished:
+        part.tell(answer(said))
+        if not part.finished:
+            said = held(part)
+    assert part.one(name) == alone(root, message, 60)
+
+
+# Migration
+
+
+def pair(root: Path, **options: int) -> tuple[Part, Part]:
+    return Part(root, 0, **options), Part(root, 1, **options)
+
+
+def journey(source: Part, target: Part, *moves: Move, name: int = 1) -> Journey:
+    return Journey(name, source, target, moves or (Move(1, 10, 20),))
+
+
+def test_a_trajectory_moves_and_is_the_same(root: Path) -> None:
+    source, target = pair(root)
+    source.tell(begin(1, 10), begin(2, 11))
+    source.step(3)
+    moving = journey(source, target, Move(1, 10, 20), Move(2, 11, 21))
+    assert moving.reserve() == [ev.MigrationReserved(1)]
+    source.step()  # it runs on meanwhile
+    assert moving.hand_over() == ms.HandedOver(1, (Placement(1, 10), Placement(2, 11)))
+    assert not source.instance.busy
+    assert moving.take_over() == ev.MigrationCompleted(1, (Placement(1, 10), Placement(2, 11)))
+    assert not moving.file.exists()
+    moving.release()
+    assert source.engine.load().versions[0].parked == 0
+    target.run()
+    assert set(target.finished) == {(1, 20), (2, 21)} and not source.finished
+    for name in (1, 2):
+        assert target.one(name) == alone(root, begin(name, 10))
+
+
+def test_who_has_ended_at_the_source_does_not_move(root: Path) -> None:
+    source, target = pair(root)
+    source.tell(begin(1, 10), begin(2, 11))
+    source.step(2)
+    moving = journey(source, target, Move(1, 10, 20), Move(2, 11, 21))
+    moving.reserve()
+    source.do(cm.Cancel(2, 11, 0))
+    assert moving.hand_over().moved == (Placement(1, 10),)
+    assert moving.take_over() == ev.MigrationCompleted(1, (Placement(1, 10),))
+
+
+@pytest.mark.parametrize("phase", ["reserve", "hand over", "take over", "some steps later"])
+def test_an_abort_leaves_everything_where_it_was(root: Path, phase: str) -> None:
+    source, target = pair(root)
+    source.tell(begin(1, 10))
+    source.step(3)
+    moving = journey(source, target)
+    moving.reserve()
+    if phase != "reserve":
+        moving.hand_over()
+    if phase in ("take over", "some steps later"):
+        moving.take_over()
+    if phase == "some steps later":
+        target.step(2)
+    moving.abort()
+    moving.abort()  # said again
+    target.run()
+    assert not target.finished
+    assert not target.engine.load().versions[0].waiting
+    source.run()
+    assert source.one(1) == alone(root, begin(1, 10))
+    # The room is free again: all slots of the target can be asked for.
+    moves = tuple(Move(name, name, 50 + name) for name in range(30, 34))
+    assert journey(source, target, *moves, name=2).reserve() == [ev.MigrationReserved(2)]
+
+
+def test_a_target_without_room_or_version_refuses(root: Path) -> None:
+    source, target = pair(root, slots=2)
+    target.tell(begin(5, 30))
+    moving = journey(source, target, Move(1, 10, 20), Move(2, 11, 21))
+    assert moving.reserve() == [ev.MigrationFailed(1, "no_room")]
+    moving = journey(source, target, name=2)
+    assert moving.reserve() == [ev.MigrationReserved(2)]
+    again = journey(source, target, Move(3, 12, 22), name=3)
+    assert again.reserve() == [ev.MigrationFailed(3, "no_room")]  # reserved is taken
+    strange = Journey(4, source, target, (Move(1, 10, 20),), version=3)
+    (said,) = strange.reserve()
+    assert isinstance(said, ev.MigrationFailed) and "version 3" in said.reason
+
+
+def test_a_file_that_cannot_be_written_leaves_the_work_at_the_source(root: Path) -> None:
+    source, target = pair(root)
+    source.tell(begin(1, 10))
+    source.step(3)
+    moving = journey(source, target)
+    moving.file = root / "nowhere" / "migration"
+    moving.reserve()
+    said = moving.hand_over()
+    assert said.failure and "nowhere" in said.failure
+    source.run()
+    assert source.one(1) == alone(root, begin(1, 10))
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "altered", "not a parcel"])
+def test_a_damaged_file_changes_nothing_at_the_target(root: Path, damage: str) -> None:
+    source, target = pair(root)
+    source.tell(begin(1, 10), begin(2, 11))
+    source.step(3)
+    moving = journey(source, target, Move(1, 10, 20), Move(2, 11, 21))
+    moving.reserve()
+    moving.hand_over()
+    whole = moving.file.read_bytes()
+    match damage:
+        case "missing":
+            moving.file.unlink()
+        case "cut":
+            moving.file.write_bytes(whole[:-20])
+        case "altered":  # the KV of the second is not that of its tokens
+            moving.file.write_bytes(whole[:-2] + bytes([whole[-2] ^ 255, whole[-1]]))
+        case "not a parcel":
+            moving.file.write_bytes(b"\x80\x04K\x01.")
+    said = moving.take_over()
+    assert isinstance(said, ev.MigrationFailed), said
+    assert "\n" not in said.reason
+    assert target.engine.idle
+    moving.abort()
+    source.run()
+    for name in (1, 2):
+        assert source.one(name) == alone(root, begin(name, 10))
+
+
+def test_a_cancel_reaches_both_copies(root: Path) -> None:
+    source, target = pair(root)
+    source.tell(begin(1, 10))
+    source.step(3)
+    moving = journey(source, target)
+    moving.reserve()
+    moving.hand_over()
+    moving.take_over()
+    source.do(cm.Cancel(1, 10, 0))
+    moving.release()
+    target.do(cm.Cancel(1, 20, 1))
+    for part in (source, target):
+        part.run()
+        assert not part.finished
+
+
+def test_what_is_parked_moves_too(root: Path) -> None:
+    source, target = pair(root)
+    source.tell(begin(1, 10))
+    source.step(3)
+    source.do(cm.Park(0, 0, (Placement(1, 10),)))
+    moving = journey(source, target)
+    moving.reserve()
+    moving.hand_over()
+    moving.abort()
+    source.do(cm.Unpark(0, 0, (Placement(1, 10),)))
+    source.step()
+    source.do(cm.Park(0, 0, (Placement(1, 10),)))
+    moving = journey(source, target, name=2)
+    moving.reserve()
+    moving.hand_over()
+    moving.take_over()
+    moving.release()
+    target.run()
+    assert target.one(1) == alone(root, begin(1, 10))
+
+
+def test_a_paused_episode_goes_on_elsewhere(root: Path) -> None:
+    message = long_episode(root)
+    name = message.trajectory
+    source, target = (Part(root, number, max_tokens=60) for number in (0, 1))
+    source.tell(message)
+    said = held(source)
+    moving = journey(source, target, Move(name, 10, 20))
+    moving.reserve()
+    moving.hand_over()
+    assert source.tell(answer(said)) == []  # it is on its way
+    moving.take_over()
+    moving.release()
+    assert not target.instance.busy  # it waits there as it did here
+    while not target.finished:
+        target.tell(answer(said, fence=20))
+        if not target.finished:
+            said = held(target)
+    assert target.finished[name, 20] == alone(root, message, 60)
+
+
+# Prefixes
+
+
+@pytest.mark.parametrize("after", range(1, 9))
+def test_a_restart_from_a_prefix_is_the_same_trajectory(root: Path, after: int) -> None:
+    name = next(n for n in range(100) if len(alone(root, begin(n, 10)).tokens) > after)
+    part = Part(root)
+    part.tell(begin(name, 10))
+    part.step(after)
+    reported, prefixes = part.tell(ms.SavePrefixes())
+    assert isinstance(reported, ms.Reported) and isinstance(prefixes, ms.Prefixes)
+    saved = (Length(name, 10, after),)
+    event = reported.event
+    assert isinstance(event, ev.InstanceProgressed)
+    assert event.saved == event.lengths == saved
+    (prefix,) = prefixes.prefixes
+    assert prefix.segments == (Segment(0, digest(0), after),)
+    other = Part(root, 1)
+    other.tell(begin(name, 11, prefix=prefix))
+    other.run()
+    assert other.one(name) == alone(root, begin(name, 10))
+
+
+def test_only_what_can_be_gone_on_with_is_saved(root: Path) -> None:
+    source, target = pair(root)
+    source.tell(begin(1, 10), begin(2, 11), begin(3, 12, episode=True), begin(4, 13))
+    source.step(2)
+    source.tell(begin(5, 14))  # has written nothing
+    source.do(cm.Park(0, 0, (Placement(2, 11),)))
+    moving = journey(source, target, Move(4, 13, 23))
+    moving.reserve()
+    moving.hand_over()
+    *_, prefixes = source.tell(ms.SavePrefixes())
+    assert isinstance(prefixes, ms.Prefixes)
+    assert [prefix.trajectory for prefix in prefixes.prefixes] == [1, 2]
+
+
+# Reports
+
+
+def test_a_report_names_who_advanced(root: Path) -> None:
+    part = Part(root)
+    part.tell(begin(1, 10), begin(2, 11))
+    part.step(2)
+    reports = []
+    for _ in range(2):
+        part.instance.report()
+        reports += [e for e in events(part.collect()) if isinstance(e, ev.InstanceProgressed)]
+    assert reports[0].lengths == (Length(1, 10, 2), Length(2, 11, 2))
+    assert reports[1].lengths == ()
+    assert all(report.kv_tokens > 0 for report in reports)
+
+
+def used(part: Part) -> ms.Used:
+    part.instance.report()
+    (found,) = [message for message in part.collect() if isinstance(message, ms.Used)]
+    return found
+
+
+def test_slot_time_is_busy_or_idle(root: Path) -> None:
+    """Four slots, of which 2, then 1, are used; time with none of it is idle too."""
+    part = Part(root, slots=4)
+    start = used(part)
+    part.time.now += 5.0  # nobody is here
+    part.tell(begin(1, 10), begin(2, 11))
+    part.step(3)
+    part.do(cm.Cancel(2, 11, 0))
+    part.step(2)
+    found = used(part)
+    assert found.slots_s - start.slots_s == 4 * 10.0
+    assert found.busy_s == 2 * 3.0 + 1 * 2.0
+    assert (found.tokens, found.steps, found.running) == (3 * 2 + 2, 5, 1)
+    part.do(cm.Suspend())
+    part.time.now += 100.0  # is the trainer's
+    part.do(cm.Resume())
+    assert used(part).slots_s == found.slots_s
+    assert used(part).busy_s == found.busy_s
+
+
+def test_a_slot_that_waits_for_an_environment_is_idle(root: Path) -> None:
+    message = long_episode(root)
+    part = Part(root, slots=1, max_tokens=60)
+    part.tell(message)
+    said = held(part)
+    busy = used(part).busy_s
+    part.time.now += 50.0
+    assert used(part).busy_s == busy
+    assert used(part).running == 0
+    part.tell(answer(said))
+    assert used(part).running == 1
+
+
+def test_more_work_than_slots_is_not_more_than_busy(root: Path) -> None:
+    part = Part(root, slots=2)
+    start = used(part)
+    part.tell(*(begin(name, 10 + name) for name in range(5)))
+    part.step(4)
+    found = used(part)
+    assert found.busy_s == found.slots_s - start.slots_s == 8.0
