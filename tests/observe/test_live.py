@@ -51,15 +51,16 @@ def status(clock: Clock) -> Status:
     return make_status(clock)
 
 
-def make_status(clock: Callable[[], float], instances: int = 2) -> Status:
+def make_status(clock: Callable[[], float], *, resumed: bool = False) -> Status:
     return Status(
         title="tiny · grpo",
         steps=60,
         max_staleness=3,
-        instances=instances,
+        instances=2,
         slots=32,
         groups_per_step=16,
         placements=Placements(),
+        resumed=resumed,
         clock=clock,
     )
 
@@ -117,7 +118,7 @@ def test_before_the_first_step(status: Status, clock: Clock) -> None:
     assert "loaded after 5.0 s" in shown["trainer"]
     assert "2 of 2 up" in shown["rollout"] and "1 trajectories finished" in shown["rollout"]
     assert "1 trajectories scored" in shown["reward"]
-    assert "1 of 16 ready" in shown["groups"]
+    assert "1 ready (a batch is 16)" in shown["groups"]
     assert "v0 19" in shown["legend"] and "45 of 64 slots idle" in shown["legend"]
 
 
@@ -141,7 +142,7 @@ def test_in_the_middle(status: Status, clock: Clock) -> None:
     assert "mean 1.25, max 3 (K = 3)" in shown["staleness"]
     assert "2,310 trained, bubble 4%" in shown["rollout"]
     assert "training step 13, 1 s  (step 4.0 s, train 2.5 s)" in shown["trainer"]
-    assert "4 of 16 ready, 38 outstanding, 5 filtered, 0 failed" in shown["groups"]
+    assert "4 ready (a batch is 16), 38 outstanding, 5 filtered, 0 failed" in shown["groups"]
 
 
 def test_every_version_that_runs_is_in_the_bar(status: Status) -> None:
@@ -165,10 +166,16 @@ def test_the_pace_of_late_is_what_counts(status: Status, clock: Clock) -> None:
     assert status.eta_s == pytest.approx(29 * 2)
 
 
-def test_a_resumed_run_begins_where_it_was(status: Status, clock: Clock) -> None:
+def test_a_resumed_run_begins_where_it_was(clock: Clock) -> None:
+    status = make_status(clock, resumed=True)
+    tell(status, 0.0, e.WeightsPublished(0, "d"))  # read again from the journal
+    clock.now += 50  # the parts start
+    assert "loaded" not in lines(status)["trainer"]
+    tell(status, 300.0, e.InstanceJoined(0, 1, 32, 1000, 4))
     clock.now += 3
     status.stepped(Step(40))
     assert lines(status)["step"].startswith("41/60 ")
+    assert status.eta_s == pytest.approx(19 * 3)
 
 
 def test_tokens_are_rated_over_the_last_seconds(status: Status) -> None:
@@ -297,16 +304,15 @@ def shown(file: io.StringIO, width: int) -> Sequence[str]:
 def test_it_is_drawn_over_itself(status: Status) -> None:
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=80, height=24)
-    stop = False
-    with LiveDisplay(status, console, lambda: stop) as display:
+    with LiveDisplay(status, console) as display:
         for step in range(5):
             status.stepped(Step(step))
             display.refresh()
-        stop = True
+        status.stopping = True
     rows = shown(file, 80)
     assert len(rows) == 10  # once, however often it was drawn
     assert any("5/60" in row for row in rows)
-    assert "stopping after this step" in rows[-1]
+    assert "stopping: the step is finished" in rows[-1]
 
 
 def test_a_narrower_terminal_begins_anew(status: Status) -> None:

@@ -12,6 +12,7 @@ from dora_rl.core.commands import Command
 from dora_rl.core.events import Event
 from dora_rl.core.settings import OnFailedMember, ParadigmName, Settings
 from dora_rl.core.state import State
+from dora_rl.core.types import Move, Placement
 from dora_rl.observe.placements import Placements
 from tests.core.adversary import Adversary, stir
 
@@ -86,3 +87,41 @@ def test_counts_can_be_read_while_they_change() -> None:
     placements.observe(2.0, e.TimerFired(), [c.Cancel(0, 1, 0)])
     assert list(counts.items()) == [(1, 1), (2, 2)]
     assert placements.versions_running() == {1: 1, 2: 1}
+
+
+# What storms meet too rarely
+
+
+def test_a_late_cancel_spares_the_newer_placement() -> None:
+    placements = Placements()
+    placements.observe(0.0, e.InstanceJoined(0, 0, 4, 100), [])
+    placements.observe(1.0, e.TimerFired(), [c.Start(7, 1, 0, 0)])
+    placements.observe(2.0, e.TimerFired(), [c.Start(7, 5, 0, 0), c.Cancel(7, 1, 0)])
+    assert placements.running == {(0, 0): 1}
+
+
+def test_parked_work_is_not_parked_twice() -> None:
+    placements = Placements()
+    parked = (Placement(7, 1),)
+    answer = e.TrajectoriesParked(0, 0, parked)
+    placements.observe(0.0, e.InstanceJoined(0, 0, 4, 100), [])
+    placements.observe(1.0, e.TimerFired(), [c.Start(7, 1, 0, 0), c.Park(0, 0, parked)])
+    placements.observe(2.0, answer, [c.Install(0, 0, 1, 0)])
+    assert placements.running == {}
+    placements.observe(3.0, e.TimerFired(), [c.Unpark(0, 0, parked)])
+    placements.observe(4.0, answer, [])  # the same again
+    assert placements.running == {(0, 0): 1}
+
+
+def test_what_is_parked_on_its_way_stays() -> None:
+    placements = Placements()
+    for name in (0, 1):
+        placements.observe(0.0, e.InstanceJoined(name, 0, 4, 100), [])
+    move, parked = c.Reserve(0, 0, 1, 0, (Move(7, 1, 2),)), (Placement(7, 1),)
+    placements.observe(1.0, e.TimerFired(), [c.Start(7, 1, 0, 0), move, c.Park(0, 0, parked)])
+    placements.observe(2.0, e.TrajectoriesParked(0, 0, parked), [])
+    done = e.MigrationCompleted(0, parked)
+    placements.observe(3.0, done, [c.Release(0), c.Cancel(7, 2, 1)])
+    assert placements.running == {}
+    placements.observe(4.0, e.TimerFired(), [c.Unpark(0, 0, parked)])
+    assert placements.running == {(0, 0): 1}

@@ -24,7 +24,6 @@ from tests.runtime.harness import (
     weights,
 )
 
-
 ORCHESTRATION: dict[str, Any] = {"groups_per_step": 2, "group_size": 2}
 
 

@@ -44,9 +44,9 @@ class Plan:
     rounds: int = 3
     search_steps: int = 6
     max_staleness: int = 3
-    groups_per_step: int = 16
-    group_size: int = 8
-    slots: int = 64
+    groups_per_step: int = 64
+    group_size: int = 4
+    slots: int = 128
     max_terms: int = 96
     tail: float = 1.2
     seed: int = 0

@@ -2,7 +2,6 @@
 
 import json
 import math
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,8 +18,6 @@ from dora_rl.core.paradigms import PARADIGMS
 from dora_rl.core.types import InstanceId
 from dora_rl.observe.live import LiveDisplay, Status, duration
 from dora_rl.observe.placements import Placements
-from dora_rl.observe.timeline import Timeline
-from dora_rl.observe.trace import TraceFile
 from dora_rl.runtime import messages as ms
 from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.evaluation import EvalRecord, EvalWatcher
@@ -28,10 +25,9 @@ from dora_rl.runtime.listening import Listener
 from dora_rl.runtime.recording import StepRecord, Watcher
 from dora_rl.runtime.session import Plan
 from dora_rl.runtime.train import Run, execute, prepare, read_config, resume
-from dora_rl.store.rundir import check_free
+from dora_rl.store.rundir import TRACE, check_free
 
 INTERRUPTED = 130  # as a shell reports a program that Ctrl-C ended
-TRACE = "trace.json"
 _LABEL = 11
 
 
@@ -91,15 +87,11 @@ def _try_task(plan: Plan) -> None:
 
 
 class _Follower(Listener):
-    """Passes on what happens to the status and, drawn, to the run's `trace.json`."""
+    """Passes on what happens to the status."""
 
     def __init__(self, plan: Plan) -> None:
         config = plan.config
         settings = config.settings()
-        self._out = plan.out
-        self._text: TextIO | None = None
-        self._timeline: Timeline | None = None
-        self._paradigm = str(settings.paradigm)
         self._placements = Placements()
         self.status = Status(
             title=f"{_model_name(config)} · {config.algorithm.preset} · {_paradigm(config)}",
@@ -109,24 +101,15 @@ class _Follower(Listener):
             slots=config.rollout.slots,
             groups_per_step=settings.groups_per_step,
             placements=self._placements,
+            resumed=plan.resumed is not None,
         )
 
     def observed(self, now: float, event: Event, commands: Sequence[Command]) -> None:
-        if self._timeline is None:  # the directory is there since the run has begun
-            self._text = open(self._out / TRACE, "w", encoding="ascii")  # noqa: SIM115
-            file = TraceFile(self._text.write)
-            self._timeline = Timeline(file, self._paradigm, self._placements)
         self._placements.observe(now, event, commands)
-        self._timeline.observe(now, event, commands)
         self.status.observe(now, event, commands)
 
     def used(self, now: float, instance: InstanceId, used: ms.Used) -> None:
         self.status.used(now, instance, used.tokens)
-
-    def close(self) -> None:
-        if self._timeline is not None and self._text is not None:
-            self._timeline.end()
-            self._text.close()
 
 
 def carry_out(plan: Plan, *, as_json: bool, plain: bool) -> int:
@@ -143,9 +126,22 @@ def carry_out(plan: Plan, *, as_json: bool, plain: bool) -> int:
         click.echo(f"warning: {warning}", err=True)
     say("")
     follower = _Follower(plan)
+    lines = plain or not stream.isatty()
+
+    def stopping() -> None:
+        follower.status.stopping = True
+        if lines:
+            click.echo("stopping: the step is finished, then all is saved", err=True)
+
     try:
-        with _shown(follower.status, stream, say, plain=plain) as (step, evaluation):
-            run = execute(plan, watch=[step], watch_evaluations=[evaluation], listeners=[follower])
+        with _shown(follower.status, stream, say, lines=lines) as (step, evaluation):
+            run = execute(
+                plan,
+                watch=[step],
+                watch_evaluations=[evaluation],
+                listeners=[follower],
+                stopping=stopping,
+            )
     except UserError:
         raise
     except DoraError as error:
@@ -156,8 +152,6 @@ def carry_out(plan: Plan, *, as_json: bool, plain: bool) -> int:
     except KeyboardInterrupt:
         click.echo(f"ended at once; what it wrote is in `{plan.out}`", err=True)
         raise
-    finally:
-        follower.close()
     if as_json:
         click.echo(json.dumps(to_json(run), indent=2, allow_nan=False))
     else:
@@ -176,7 +170,7 @@ def carry_out(plan: Plan, *, as_json: bool, plain: bool) -> int:
 
 @contextmanager
 def _shown(
-    status: Status, stream: TextIO, say: Callable[[str], object], *, plain: bool
+    status: Status, stream: TextIO, say: Callable[[str], object], *, lines: bool
 ) -> Iterator[tuple[Watcher, EvalWatcher]]:
     """The display on a terminal; else a line for each step. Gives who is to be told."""
 
@@ -190,29 +184,13 @@ def _shown(
         if lines:
             say(step_line(record, status))
 
-    lines = plain or not stream.isatty()
     if lines:
         yield stepped, evaluated
         return
     from rich.console import Console
 
-    with LiveDisplay(status, Console(file=stream), _asked_to_stop()):
+    with LiveDisplay(status, Console(file=stream)):
         yield stepped, evaluated
-
-
-def _asked_to_stop() -> Callable[[], bool]:
-    """Whether the run has heard a Ctrl-C: it then leaves the next one to Python."""
-    heard = False
-    ready = False
-
-    def asked() -> bool:
-        nonlocal heard, ready
-        python = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        ready = ready or not python
-        heard = heard or (ready and python)
-        return heard
-
-    return asked
 
 
 # Words

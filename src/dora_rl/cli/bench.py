@@ -62,9 +62,10 @@ Examples:
 _TRL = """\b
 Same model, questions, reward, learning rate, group size and lengths; temperature 1, no KL. Each
 has every processor, one after the other, and works in its own best way, which a short search
-finds: TRL's numbers and sequences in one pass, ours in turns or at once. Responses end where the
-model ends them, so both numbers of tokens are shown. Warm-up is not counted. The default takes
-about half an hour on two cores.
+finds: TRL's dtype and sequences in one pass; ours in turns or at once. Ours trains in float32 and
+generates in the dtype of the model's files. Responses end where the model ends them, so both
+numbers of tokens are shown. Warm-up is not counted. The default takes most of an hour on two
+cores.
 
 \b
 TRL needs its own environment: make venv-trl, or a Python that has TRL in --trl-python.
@@ -327,8 +328,11 @@ def trl(
     "--search-steps", type=int, default=6, show_default=True, help="Steps of a run of the search."
 )
 @click.option("--max-staleness", type=int, default=3, show_default=True, help="K.")
-@click.option("--slots", type=int, default=64, show_default=True, help="Of all instances.")
-@click.option("--groups", type=int, default=16, show_default=True, help="Prompts of a step.")
+@click.option("--slots", type=int, default=128, show_default=True, help="Of all instances.")
+@click.option("--groups", type=int, default=64, show_default=True, help="Prompts of a step.")
+@click.option(
+    "--group-size", type=int, default=4, show_default=True, help="Responses to each prompt."
+)
 @click.option("--seed", type=int, default=0, show_default=True)
 @benching.as_json
 def modes(
@@ -340,6 +344,7 @@ def modes(
     max_staleness: int,
     slots: int,
     groups: int,
+    group_size: int,
     seed: int,
     as_json: bool,
 ) -> None:
@@ -355,6 +360,7 @@ def modes(
         max_staleness=max_staleness,
         slots=slots,
         groups_per_step=groups,
+        group_size=group_size,
         seed=seed,
     )
     with benching.progress() as progress:

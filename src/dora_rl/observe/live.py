@@ -84,6 +84,7 @@ class Status:
         slots: int,
         groups_per_step: int,
         placements: Placements,
+        resumed: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.title = title
@@ -93,6 +94,7 @@ class Status:
         self.slots = slots * instances
         self.groups_per_step = groups_per_step
         self.placements = placements
+        self._resumed = resumed
         self._clock = clock
         self._began = clock()
         self.stopping = False
@@ -116,10 +118,12 @@ class Status:
         """The core has handled an event, and the placements have been told."""
         match event:
             case e.WeightsPublished():
-                if event.version == 0 and self.loaded_after_s is None:
+                if event.version == 0 and not self._resumed:
                     self.loaded_after_s = self.elapsed_s
-                    self._step_ends[0] = self._clock()
+                self._ready_to_step()
                 self._turn_to(f"waiting for batch {event.version + 1}")
+            case e.InstanceJoined():
+                self._ready_to_step()
             case e.BatchTrained():
                 self._batch = None
                 self._turn_to(f"publishing version {event.step + 1}")
@@ -156,6 +160,11 @@ class Status:
     def evaluated(self, version: Version, reward: float) -> None:
         """A version has answered the evaluation set."""
         self.evaluations.append((version, reward))
+
+    def _ready_to_step(self) -> None:
+        """What was before is not counted into the pace of the steps."""
+        if not self.rewards:
+            self._step_ends[0] = self._clock()
 
     def _turn_to(self, activity: str) -> None:
         self.activity = activity
@@ -217,7 +226,7 @@ def render(status: Status, width: int, glyphs: Glyphs = UNICODE) -> Text:
         lines.append(_named("evaluation", _evaluation(status)))
     if status.stopping:
         lines.append(
-            Text("stopping after this step; Ctrl-C again ends at once", style="bold yellow")
+            Text("stopping: the step is finished, all is saved; Ctrl-C again ends at once")
         )
     for line in lines:
         line.truncate(width)
@@ -305,7 +314,7 @@ def _trainer(status: Status) -> Text:
 
 
 def _groups(status: Status) -> Text:
-    ready = f"{max(0, status.ready)} of {status.groups_per_step} ready"
+    ready = f"{max(0, status.ready)} ready (a batch is {status.groups_per_step})"
     last = status.last
     if last is None:
         return Text(ready)
@@ -361,14 +370,11 @@ def duration(seconds: float) -> str:
 
 
 class LiveDisplay:
-    """Shows a status on a terminal until the block ends; `stopping` is asked at every look."""
+    """Shows a status on a terminal until the block ends."""
 
-    def __init__(
-        self, status: Status, console: Console, stopping: Callable[[], bool] = lambda: False
-    ) -> None:
+    def __init__(self, status: Status, console: Console) -> None:
         self._status = status
         self._console = console
-        self._stopping = stopping
         self._glyphs = ASCII if console.options.ascii_only else UNICODE
         self._width = console.width
         self._live = self._new()
@@ -395,7 +401,6 @@ class LiveDisplay:
     def refresh(self) -> None:
         """Draw what is known now."""
         with self._drawing:
-            self._status.stopping = self._status.stopping or self._stopping()
             width = self._console.width
             if width < self._width:
                 # The terminal has folded the longer lines: what was drawn is not where it was.

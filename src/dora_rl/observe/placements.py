@@ -105,6 +105,8 @@ class Placements:
             case c.Install():
                 self._hosts[command.instance].installing = command
                 self._hosts[command.instance].parking = False
+            case c.Evict():
+                self._hosts[command.instance].parking = False
             case c.Reserve():
                 self._reserve(command)
             case c.Release() | c.AbortMigration():

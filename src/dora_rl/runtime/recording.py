@@ -184,7 +184,7 @@ class Recorder(Listener):
             versions_live=self._live,
             outstanding=self._state.ledger.num_outstanding,
             running=sum(used.running for used in self._used.values()),
-            bubble_share=1 - spent.busy_s / spent.slots_s if spent.slots_s > 0 else 0.0,
+            bubble_share=_rest(spent.busy_s, spent.slots_s),
             deadline_stall_s=spent.stalled_s,
             filtered=self._filtered.total(),
             failed=self.failures.total(),
@@ -198,6 +198,11 @@ def _add(reading: Reading, used: ms.Used) -> Reading:
         busy_s=reading.busy_s + used.busy_s,
         reprefilled_tokens=reading.reprefilled_tokens + used.reread_tokens,
     )
+
+
+def _rest(part: float, whole: float) -> float:
+    """The share that is left; reports lag behind by a heartbeat, so it may miss by a little."""
+    return min(1.0, max(0.0, 1.0 - part / whole)) if whole > 0.0 else 0.0
 
 
 def _mean(values: Sequence[float]) -> float:

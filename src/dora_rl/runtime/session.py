@@ -23,13 +23,16 @@ from dora_rl.core.events import Event, WeightsPublished
 from dora_rl.core.journal import JournalWriter
 from dora_rl.core.orchestrator import Orchestrator
 from dora_rl.observe.metrics import Collector, Summary
+from dora_rl.observe.placements import Placements
+from dora_rl.observe.timeline import Timeline
+from dora_rl.observe.trace import TraceFile
 from dora_rl.runtime import evaluation
 from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.evaluation import EvalRecord, EvalWatcher, Examiner
 from dora_rl.runtime.leftover import Leftover, read_journal_again
 from dora_rl.runtime.listening import Listener
 from dora_rl.runtime.recording import Recorder, StepRecord, Watcher
-from dora_rl.store.rundir import JOURNAL, METRICS_OF_STEPS, RunDirectory
+from dora_rl.store.rundir import JOURNAL, METRICS_OF_STEPS, TRACE, RunDirectory
 from dora_rl.tasks.task import Task
 
 
@@ -122,6 +125,7 @@ class Session:
             self.directory.lines(METRICS_OF_STEPS, append=resumed)
         )
         meta = {"model": str(self.plan.model), "seed": self.config.run.seed}
+        self._start_timeline()
         self._writer = JournalWriter(self._journal.write, self.orchestrator.settings, meta)
         self.listeners.append(_Journal(self._writer, self.flush))
         if resumed:
@@ -131,6 +135,14 @@ class Session:
         else:
             self.directory.write_config(dump_toml(self.config))
         return self
+
+    def _start_timeline(self) -> None:
+        trace = self._stack.enter_context(self.directory.lines(TRACE, again=True))
+        placements = Placements()
+        name = str(self.orchestrator.settings.paradigm)
+        timeline = Timeline(TraceFile(trace.write), name, placements)
+        self._stack.callback(timeline.end)
+        self.listeners += [_Observer(placements.observe), _Observer(timeline.observe)]
 
     def __exit__(
         self,

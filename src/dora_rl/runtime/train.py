@@ -115,9 +115,13 @@ def execute(
     watch: Sequence[Watcher] = (),
     watch_evaluations: Sequence[EvalWatcher] = (),
     listeners: Sequence[Listener] = (),
+    stopping: Callable[[], object] = lambda: None,
     warmup_steps: int = 0,
 ) -> Run:
-    """Run a plan to its end; `watch` is told of every step, `listeners` of all that happens."""
+    """Run a plan to its end; `watch` is told of every step, `listeners` of all that happens.
+
+    `stopping` is called, from the signal's handler, when the user asks the run to stop.
+    """
     from dora_rl.runtime.inline import InlineRuntime
     from dora_rl.runtime.local.runtime import LocalRuntime
 
@@ -135,7 +139,7 @@ def execute(
         runtime = InlineRuntime(session) if inline else LocalRuntime(session)
         ending = Ending(False, "the run failed")
         try:
-            with _interruptible(runtime.stop):
+            with _interruptible(runtime.stop, stopping):
                 ending = runtime.run()
         except BaseException as error:
             ending = Ending(False, f"{type(error).__name__}: {error}")
@@ -206,15 +210,16 @@ def _copy(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _interruptible(stop: Callable[[], object]) -> Iterator[None]:
+def _interruptible(*stop: Callable[[], object]) -> Iterator[None]:
     """Ctrl-C once asks the run to stop; twice ends it at once. Only the main thread hears it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def once(number: int, frame: object) -> None:
-        stop()
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        for tell in stop:
+            tell()
 
     before = {number: signal.signal(number, once) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -25,7 +25,6 @@ from dora_rl.simulator.runs import SCORED, Job
 from dora_rl.simulator.surroundings import Surroundings
 from dora_rl.simulator.usage import Span
 
-
 NO_NUMBER = "loss is not finite"
 
 

@@ -3,6 +3,7 @@
     config.toml      the resolved configuration
     metrics.json     what was measured
     metrics.jsonl    the same of every train step, where there was a trainer
+    trace.json       a timeline for Perfetto, where there was a trainer
     journal.jsonl    every event and the commands that answered it
     PARADIGM/        the same again for each paradigm, where a simulation ran several
 
@@ -23,6 +24,7 @@ CONFIG = "config.toml"
 JOURNAL = "journal.jsonl"
 METRICS = "metrics.json"
 METRICS_OF_STEPS = "metrics.jsonl"
+TRACE = "trace.json"
 _BUFFER = 1 << 20  # a big run writes millions of short lines
 
 

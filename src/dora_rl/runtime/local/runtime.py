@@ -148,9 +148,10 @@ class LocalRuntime:
 
     def _check_waits(self) -> None:
         if self._asked_to_stop and not self._saver.stopping:
-            self._stop_by = self.now() + self._config.runtime.stop_timeout_s
             self._saver.stop([i.name for i in self._instances.values() if i.joined])
-        if self._stop_by is not None and self.now() > self._stop_by:
+        if self._saver.stopping and self._stop_by is None:
+            self._stop_by = self.now() + self._config.runtime.stop_timeout_s
+        if not self._saver.done and self._stop_by is not None and self.now() > self._stop_by:
             raise RunFailed(
                 f"the last step and its checkpoint took longer than runtime.stop_timeout_s: "
                 f"`{self._config.runtime.stop_timeout_s}`. Raise it."
