@@ -251,6 +251,32 @@ def test_filtered_groups_are_counted_and_supplemented() -> None:
     assert world.core.state.ledger.filtered.total() == 2
 
 
+def test_a_run_in_which_every_group_comes_to_nothing_halts() -> None:
+    world = world_of(instances=1, slots=4, max_staleness=0, groups_per_step=2, max_wasted_batches=2)
+    for group in range(4):
+        assert world.halted is None
+        finish(world, 2 * group, 2 * group + 1)
+        drain(world, without=(ev.GroupJudged,))
+        world.pool.clear()
+        world.send(ev.GroupJudged(group, "all rewards equal"))
+        drain(world, without=(ev.GroupJudged,))
+    assert world.halted == cm.Halt(
+        False, "4 groups in a row came to nothing, most often: all rewards equal"
+    )
+
+
+def test_one_good_group_starts_the_count_anew() -> None:
+    world = world_of(instances=1, slots=4, max_staleness=1, groups_per_step=2, max_wasted_batches=1)
+    for group, verdict in enumerate(["all rewards equal", None, "all rewards equal"]):
+        finish(world, 2 * group, 2 * group + 1)
+        drain(world, without=(ev.GroupJudged,))
+        world.pool.clear()
+        world.send(ev.GroupJudged(group, verdict))
+        drain(world, without=(ev.GroupJudged,))
+    assert world.halted is None
+    assert world.core.state.wasted_groups == 1
+
+
 # Instances
 
 

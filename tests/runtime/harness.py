@@ -1,5 +1,7 @@
 """Small runs for tests: a model directory, configurations, and what a run left behind."""
 
+import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -131,3 +133,13 @@ def children() -> list[psutil.Process]:
         for child in psutil.Process().children(recursive=True)
         if child.status() != psutil.STATUS_ZOMBIE
     ]
+
+
+def main(model: str, out: str, sections: str) -> None:
+    """A run in a process of its own: `python -m tests.runtime.harness MODEL OUT SECTIONS`."""
+    ended = run(Path(model), Path(out), **json.loads(sections))
+    print(json.dumps({"ok": ended.ok, "interrupted": ended.ending.interrupted}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

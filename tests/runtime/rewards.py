@@ -39,7 +39,7 @@ def always_raises(response: str, example: dict[str, Any]) -> float:
 
 
 class Counting:
-    """An episode of `example["turns"]` turns; the reward of turn n is n + the turn's length / 1000."""
+    """An episode of `example["turns"]` turns; the reward of turn n is n."""
 
     def reset(self, example: dict[str, Any]) -> str:
         self.turns = int(example["turns"])

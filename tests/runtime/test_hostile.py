@@ -32,8 +32,8 @@ from tests.runtime.harness import (
 @pytest.mark.parametrize(
     ("reward", "said"),
     [
-        ("raises_at_times", "KeyError"),
-        ("hangs_at_times", "1 s"),
+        ("raises_at_times", "`raises_at_times` raised KeyError"),
+        ("hangs_at_times", "timeout after 1.0 s"),
         ("nan_at_times", "nan"),
         ("text_at_times", "very good"),
     ],
@@ -58,7 +58,7 @@ def test_a_reward_that_fails_costs_its_trajectory_alone(
     assert audit.steps == 3
     assert failures == audit.failed_for
     assert 0 < failures.total() == audit.failed < audit.trained
-    assert all(r.startswith("reward: ") and reward in r and said in r for r in failures), failures
+    assert all(r.startswith("reward: ") and said in r for r in failures), failures
     assert audit.issued == audit.trained + audit.failed + audit.filtered + audit.outstanding
     failed = [
         command.trajectory

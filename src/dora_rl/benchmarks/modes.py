@@ -72,7 +72,7 @@ class Plan:
             found = [Split(1, cores, cores), Split(cores, 1, cores)]
         else:
             half = max(1, cores // 2)
-            found = [Split(1, half, half), Split(1, cores, half), Split(half, 1, half)]
+            found = [Split(1, half, half), Split(1, half, cores), Split(half, 1, half)]
         return list(dict.fromkeys(found))
 
     def config(self, paradigm: ParadigmName, split: Split, steps: int) -> dict[str, Any]:

@@ -26,7 +26,9 @@ def settle(state: State) -> None:
         state.quiet = False
     else:
         _settle_instances(state)
-        train(state)
+        give_up(state)
+        if not state.halted:
+            train(state)
         if not state.halted:
             supplement(state)
             if state.rebalance_now:
@@ -58,6 +60,19 @@ def _pop_first(names: set[int]) -> int:
     first = min(names)
     names.discard(first)
     return first
+
+
+def give_up(state: State) -> None:
+    """A run that only fails or filters would go on for ever and train nothing."""
+    limit = state.settings.max_wasted_batches * state.settings.groups_per_step
+    if state.wasted_groups >= limit:
+        ends = state.ledger.failed + state.ledger.filtered
+        reason, _ = ends.most_common(1)[0]
+        halt(
+            state,
+            ok=False,
+            reason=f"{state.wasted_groups} groups in a row came to nothing, most often: {reason}",
+        )
 
 
 def train(state: State) -> None:

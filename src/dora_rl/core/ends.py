@@ -51,8 +51,10 @@ def end_group(
         for member in state.ledger.surviving(group.id):
             state.emit(Fail(member, failed))
         state.ledger.fail_group(group, failed)
+        state.wasted_groups += 1
     elif filtered is not None:
         state.ledger.filter(group, filtered)
+        state.wasted_groups += 1
     else:
         state.ledger.train(group)
     record = state.versions.live.get(group.version)

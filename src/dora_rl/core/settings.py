@@ -70,6 +70,8 @@ class Settings:
     on_failed_member: OnFailedMember = OnFailedMember.TRAIN_REST
     max_train_attempts: int = 3
     max_publish_attempts: int = 5
+    max_wasted_batches: int = 10
+    """Batches' worth of groups in a row that fail or are filtered, before the run halts."""
 
     heartbeat_timeout_s: float = 60.0
     """Silence after which an instance is taken for dead."""
@@ -146,6 +148,7 @@ _AT_LEAST: tuple[tuple[str, int, str], ...] = (
     ("max_losses", 0, "Use 0 to fail a trajectory with its first instance."),
     ("max_train_attempts", 1, "A step must be tried once."),
     ("max_publish_attempts", 1, "A publication must be tried once."),
+    ("max_wasted_batches", 1, "Use a large value to go on whatever happens."),
     ("install_estimate_s", 0, "It is a duration."),
     ("migration_estimate_s", 0, "It is a duration."),
 )

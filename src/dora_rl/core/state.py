@@ -81,6 +81,8 @@ class State:
     suspended: bool = False
     resumed_at: float = 0.0
     fleet_lost_at: float | None = None
+    wasted_groups: int = 0
+    """Groups in a row that ended without being trained on."""
     halted: bool = False
 
     # Of one call of `handle`: empty before and after.

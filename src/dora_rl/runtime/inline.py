@@ -16,7 +16,7 @@ from dora_rl.runtime.driver import Driver
 from dora_rl.runtime.engines import make_engine, sampling_of
 from dora_rl.runtime.errors import RunFailed
 from dora_rl.runtime.evaluation import EVALUATOR, FIRST_TICKET, Examiner
-from dora_rl.runtime.resuming import go_on
+from dora_rl.runtime.resuming import go_on, put_back
 from dora_rl.runtime.rollout import RolloutInstance
 from dora_rl.runtime.saving import Saver
 from dora_rl.runtime.session import Ending, Session
@@ -64,7 +64,9 @@ class InlineRuntime:
             incarnations: dict[InstanceId, int] = {}
             if plan.resumed is not None:
                 self._clock.now = plan.resumed.now
-                incarnations = go_on(self.driver, self._session.orchestrator, plan.resumed)
+                put_back(self.driver, plan.resumed)
+                self._session.take_over()
+                incarnations = go_on(self.driver, self._session.orchestrator)
             else:
                 self.to_trainer(ms.PublishVersion(0))
             for name in range(config.runtime.instances):

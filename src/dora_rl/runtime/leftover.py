@@ -6,13 +6,15 @@ a core that decides otherwise now, is refused.
 """
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from dora_rl.core.errors import UserError
+from dora_rl.core.errors import JournalError, UserError
 from dora_rl.core.journal import Header, Record, handled_line, read_journal, verify_journal
 from dora_rl.core.orchestrator import Orchestrator
 from dora_rl.runtime import messages as ms
+from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.listening import Listener
 from dora_rl.runtime.shelf import Item
 from dora_rl.store.rundir import CONFIG, JournalFile, find_journals
@@ -27,6 +29,29 @@ class Leftover(msgspec.Struct, frozen=True, kw_only=True):
     now: float
     items: tuple[Item, ...]
     prefixes: tuple[ms.Prefix, ...]
+    config: dict[str, dict[str, Any]]
+    """What of the configuration must stay: see `what_stays`."""
+    task: str
+    """The fingerprint of prompts, tokenizer, rewards and environment."""
+
+
+def what_stays(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """All but where the parts live, where the run is, and what is kept of it."""
+    sections: dict[str, dict[str, Any]] = config.model_dump(mode="json", exclude={"runtime"})
+    sections["run"] = {key: sections["run"][key] for key in ("steps", "seed")}
+    return sections
+
+
+def check_unaltered(run: Path, config: RunConfig, leftover: Leftover) -> None:
+    """Refuse to go on under another configuration."""
+    now = what_stays(config)
+    for section, values in leftover.config.items():
+        for key, value in values.items():
+            if now.get(section, {}).get(key) != value:
+                raise UserError(
+                    f"`{run / CONFIG}` is not what the run was started with: {section}.{key} was "
+                    f"`{value}` and is `{now.get(section, {}).get(key)}`. Put it back as it was."
+                )
 
 
 def read_leftover(run: Path) -> Leftover:
@@ -52,7 +77,10 @@ def read_leftover(run: Path) -> Leftover:
 def read_journal_again(run: Path, orchestrator: Orchestrator, listeners: list[Listener]) -> None:
     """Bring a fresh core, and whoever listens, to where the run was stopped."""
     journal = _journal(run)
-    verify_journal(journal.lines())
+    try:
+        verify_journal(journal.lines())
+    except JournalError as error:
+        raise JournalError(f"`{journal.path}` cannot be resumed: {error}") from None
     for entry in read_journal(journal.lines()):
         if isinstance(entry, Header):
             if entry.settings != orchestrator.settings:

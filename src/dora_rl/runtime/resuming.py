@@ -8,12 +8,16 @@ from dora_rl.runtime.leftover import Leftover
 _STOPPED = "the run was stopped"
 
 
-def go_on(driver: Driver, orchestrator: Orchestrator, leftover: Leftover) -> dict[int, int]:
-    """Put back what the driver held and ask again; the incarnations that instances start with."""
+def put_back(driver: Driver, leftover: Leftover) -> None:
+    """Give the driver what it held."""
     for item in leftover.items:
         driver.shelf.put(item)
     for prefix in leftover.prefixes:
         driver.prefixes[prefix.trajectory] = prefix
+
+
+def go_on(driver: Driver, orchestrator: Orchestrator) -> dict[int, int]:
+    """Ask again for what was not answered; the incarnations that instances start with."""
     state = orchestrator.state
     for name, instance in sorted(state.fleet.instances.items()):
         driver.post(InstanceFailed(name, instance.incarnation, _STOPPED))

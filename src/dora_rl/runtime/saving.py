@@ -18,7 +18,7 @@ from dora_rl.core.state import TrainerPhase
 from dora_rl.runtime import messages as ms
 from dora_rl.runtime.driver import Driver, Outside
 from dora_rl.runtime.errors import RunFailed
-from dora_rl.runtime.leftover import RESUME_FILE, Leftover
+from dora_rl.runtime.leftover import RESUME_FILE, Leftover, what_stays
 from dora_rl.runtime.listening import Listener
 from dora_rl.runtime.session import Ending, Session
 
@@ -43,7 +43,7 @@ class Saver(Listener):
         self._phase = _Phase.RUNNING
         self._awaited: set[int] = set()
         self._interrupted = False
-        self._version = 0
+        self._version = max(0, session.orchestrator.state.versions.newest)
 
     @property
     def done(self) -> bool:
@@ -158,5 +158,7 @@ class Saver(Listener):
             now=self._session.orchestrator.state.now,
             items=self._driver.shelf.items(),
             prefixes=tuple(self._driver.prefixes.values()),
+            config=what_stays(self._session.config),
+            task=self._session.plan.task.fingerprint,
         )
         self._session.directory.write_bytes(RESUME_FILE, msgspec.msgpack.encode(leftover))

@@ -29,11 +29,13 @@ from dora_rl.observe.trace import TraceFile
 from dora_rl.runtime import evaluation
 from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.evaluation import EvalRecord, EvalWatcher, Examiner
-from dora_rl.runtime.leftover import Leftover, read_journal_again
+from dora_rl.runtime.leftover import RESUME_FILE, Leftover, read_journal_again
 from dora_rl.runtime.listening import Listener
 from dora_rl.runtime.recording import Recorder, StepRecord, Watcher
 from dora_rl.store.rundir import JOURNAL, METRICS_OF_STEPS, TRACE, RunDirectory
 from dora_rl.tasks.task import Task
+
+_SPARE_JOURNAL = f".{JOURNAL}.resuming"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,17 +111,26 @@ class Session:
             *listeners,
         ]
         self.directory: RunDirectory
+        self._spare = False  # the journal is not the run's yet
         self._stack = ExitStack()
         self._metrics: TextIO
         self._journal: TextIO
 
     def __enter__(self) -> Self:
-        resumed = self.plan.resumed is not None
+        try:
+            self._open()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def _open(self) -> None:
+        resumed = self._spare = self.plan.resumed is not None
         make = RunDirectory if resumed else RunDirectory.create
         self.directory = make(self.plan.out)
         self.exchange.mkdir(exist_ok=True)
         # A resumed run writes its journal again, and only then replaces the old one.
-        name = f".{JOURNAL}.resuming" if resumed else JOURNAL
+        name = _SPARE_JOURNAL if resumed else JOURNAL
         self._journal = self._stack.enter_context(self.directory.lines(name, again=resumed))
         self._metrics = self._stack.enter_context(
             self.directory.lines(METRICS_OF_STEPS, append=resumed)
@@ -130,11 +141,15 @@ class Session:
         self.listeners.append(_Journal(self._writer, self.flush))
         if resumed:
             read_journal_again(self.plan.out, self.orchestrator, self.listeners)
-            self.flush()
-            self.directory.rename(name, JOURNAL)
         else:
             self.directory.write_config(dump_toml(self.config))
-        return self
+
+    def take_over(self) -> None:
+        """A resumed run goes on: its journal replaces the old one, and what was left is spent."""
+        self.flush()
+        self.directory.rename(_SPARE_JOURNAL, JOURNAL)
+        (self.plan.out / RESUME_FILE).unlink()
+        self._spare = False
 
     def _start_timeline(self) -> None:
         trace = self._stack.enter_context(self.directory.lines(TRACE, again=True))
@@ -152,6 +167,8 @@ class Session:
     ) -> None:
         shutil.rmtree(self.exchange, ignore_errors=True)
         self._stack.close()
+        if self._spare:  # the run is as it was
+            (self.plan.out / _SPARE_JOURNAL).unlink(missing_ok=True)
 
     @property
     def weights(self) -> Path:
@@ -185,7 +202,8 @@ class Session:
         self.flush()
         report = self.audit.report()
         summary = self.collector.summary(report, ok=ending.ok, end=ending.reason, wall_s=wall_s)
-        self.directory.write_metrics({**summary.to_json(), "wall_s": wall_s})
+        if not self._spare:
+            self.directory.write_metrics({**summary.to_json(), "wall_s": wall_s})
         return summary, report
 
     def examiner(

@@ -20,7 +20,7 @@ from dora_rl.extras import require
 from dora_rl.observe.metrics import Summary
 from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.evaluation import EvalRecord, EvalWatcher
-from dora_rl.runtime.leftover import read_leftover
+from dora_rl.runtime.leftover import check_unaltered, read_leftover
 from dora_rl.runtime.listening import Listener
 from dora_rl.runtime.recording import StepRecord, Watcher
 from dora_rl.runtime.session import Ending, Plan, Session
@@ -94,7 +94,13 @@ def resume(run: str | Path, *, prompts: Any = None, reward: Any = None, **more: 
     run = Path(run)
     leftover = read_leftover(run)
     config = read_config(run / CONFIG)
+    check_unaltered(run, config, leftover)
     plan = prepare(config, prompts=prompts, reward=reward, **more)
+    if plan.task.fingerprint != leftover.task:
+        raise UserError(
+            f"`{run}` had other prompts, another tokenizer, reward or environment. "
+            "Resume it with those that it was started with."
+        )
     return replace(plan, out=run, resumed=leftover)
 
 

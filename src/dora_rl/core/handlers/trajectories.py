@@ -148,5 +148,6 @@ def group_judged(state: State, event: GroupJudged) -> None:
         refuse(event, "the group is not complete, and no judgement was asked for")
     if event.filtered is None:
         state.ledger.keep(group)
+        state.wasted_groups = 0
     else:
         end_group(state, group, filtered=event.filtered)

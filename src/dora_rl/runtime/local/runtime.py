@@ -19,7 +19,7 @@ from dora_rl.runtime.errors import RunFailed
 from dora_rl.runtime.evaluation import EVALUATOR, FIRST_TICKET, Examiner
 from dora_rl.runtime.local.channel import Gone
 from dora_rl.runtime.local.processes import PartProcess
-from dora_rl.runtime.resuming import go_on
+from dora_rl.runtime.resuming import go_on, put_back
 from dora_rl.runtime.saving import Saver
 from dora_rl.runtime.session import Ending, Session
 from dora_rl.tasks.workers.scores import ScoreJob
@@ -93,7 +93,14 @@ class LocalRuntime:
                 self._began = time.monotonic() - resumed.now
             self._start_trainer()
             if resumed is not None:
-                incarnations = go_on(self.driver, self._session.orchestrator, resumed)
+                put_back(self.driver, resumed)
+                # One that refuses the checkpoint leaves the run as it was.
+                while not self._trainer_ready and not self._done:
+                    self._turn()
+                if self._done:
+                    return self._saver.ending()
+                self._session.take_over()
+                incarnations = go_on(self.driver, self._session.orchestrator)
             for name in range(self._config.runtime.instances):
                 self._start_instance(name, incarnations.get(name, 0))
             while not self._done:

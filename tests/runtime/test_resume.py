@@ -1,0 +1,289 @@
+"""A run that was stopped goes on; one that cannot is refused by name."""
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora_rl.core.audit import audit_journal
+from dora_rl.core.commands import Command, Start
+from dora_rl.core.errors import UserError
+from dora_rl.core.events import Event, TrajectoryFinished, WeightsPublished
+from dora_rl.core.replay import replay
+from dora_rl.runtime.inline import InlineRuntime
+from dora_rl.runtime.leftover import RESUME_FILE
+from dora_rl.runtime.listening import Listener
+from dora_rl.runtime.session import Ending, Session
+from dora_rl.runtime.train import Run, execute, prepare, read_config, resume
+from tests.runtime.harness import (
+    PROMPTS,
+    REWARDS,
+    assert_sound,
+    journal,
+    lines,
+    records,
+    run,
+    settings,
+    trained,
+    weights,
+)
+
+STEPS = 5
+LONG: dict[str, dict[str, Any]] = {
+    "rollout": {"slots": 6, "max_tokens": 40, "stop": ["a"]},
+    "run": {"steps": STEPS},
+}
+Moment = Callable[[Event], bool]
+
+
+class Stopper(Listener):
+    """Asks to stop at a moment, once."""
+
+    def __init__(self, moment: Moment) -> None:
+        self.moment = moment
+        self.runtime: InlineRuntime | None = None
+        self.asked = False
+
+    def observed(self, now: float, event: Event, commands: Sequence[Command]) -> None:
+        if self.runtime is not None and not self.asked and self.moment(event):
+            self.asked = True
+            self.runtime.stop()
+
+
+def stopped(plan: Any, moment: Moment) -> Ending:
+    """Run until a moment; closed as `execute` does it."""
+    stopper = Stopper(moment)
+    with Session(plan, listeners=[stopper]) as session:
+        stopper.runtime = runtime = InlineRuntime(session)
+        ending = runtime.run()
+        session.close(ending, 1.0)
+    assert stopper.asked
+    assert ending == Ending(True, ending.reason, interrupted=True)
+    return ending
+
+
+def published(version: int) -> Moment:
+    return lambda event: isinstance(event, WeightsPublished) and event.version == version
+
+
+def finished(count: int) -> Moment:
+    left = iter(range(count))
+
+    def moment(event: Event) -> bool:
+        return isinstance(event, TrajectoryFinished) and next(left, None) is None
+
+    return moment
+
+
+def plan_of(model: Path, out: Path, **sections: dict[str, Any]) -> Any:
+    return prepare(read_config(settings(model, out, **{**LONG, **sections})), prompts=PROMPTS)
+
+
+def go_on(directory: Path) -> Run:
+    return execute(resume(directory, prompts=PROMPTS))
+
+
+MOMENTS: dict[str, Callable[[], Moment]] = {
+    "before the first step": lambda: published(0),
+    "in the first step": lambda: finished(1),
+    "after step 1": lambda: published(1),
+    "in step 3": lambda: finished(14),
+    "after step 3": lambda: published(3),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_stopped_run_goes_on(moment: str, model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    stopped(plan_of(model, out), MOMENTS[moment]())
+    assert (out / RESUME_FILE).is_file()
+    assert audit_journal(journal(out).lines()).ok
+    assert replay(journal(out).lines()).ok
+    first, before = lines(out), trained(out)
+    issued = versions(out)
+    ended = go_on(out)
+    assert_sound(ended)
+    assert not ended.ending.interrupted
+    assert lines(out)[: len(first)] == first
+    after = trained(out)
+    assert after[: len(before)] == before
+    assert [step for step, _, _ in after] == [step for step in range(STEPS) for _ in range(4)]
+    for step, version, trajectory in after:
+        assert 0 <= step - version <= 2
+        assert issued.get(trajectory, version) == version  # it kept its version, and so its age
+    steps = [record.step for record in ended.steps]
+    assert steps == list(range(STEPS))[-len(steps) :]
+
+
+def versions(directory: Path) -> dict[int, int]:
+    """The version of each trajectory that was started."""
+    commands = [c for record in records(directory) for c in record.commands]
+    return {c.trajectory: c.version for c in commands if isinstance(c, Start)}
+
+
+def test_what_was_written_is_not_written_again(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    stopped(plan_of(model, out), published(1))
+    length = len(lines(out))
+    go_on(out)
+    starts = [
+        command
+        for record in records(out)[length:]
+        for command in record.commands
+        if isinstance(command, Start)
+    ]
+    assert any(command.prefix_tokens > 0 for command in starts)
+
+
+def test_a_run_can_be_stopped_again_and_again(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    stopped(plan_of(model, out), published(1))
+    stopped(resume(out, prompts=PROMPTS), published(2))
+    stopped(resume(out, prompts=PROMPTS), published(4))
+    ended = go_on(out)
+    assert_sound(ended)
+    assert [step for step, _, _ in trained(out)] == [s for s in range(STEPS) for _ in range(4)]
+
+
+def test_a_run_can_be_stopped_as_soon_as_it_goes_on(model: Path, tmp_path: Path) -> None:
+    """Before it has trained anything; the last checkpoint is still the one to go on from."""
+    out = tmp_path / "run"
+    stopped(plan_of(model, out, run={"steps": STEPS, "keep_checkpoints": 1}), published(2))
+    for _ in range(2):
+        ending = stopped(resume(out, prompts=PROMPTS), lambda event: True)
+        assert ending.reason == "stopped after 2 steps"
+        assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-2"]
+    assert_sound(go_on(out))
+
+
+def test_stopping_does_not_change_what_sync_learns(model: Path, tmp_path: Path) -> None:
+    """Without overlap the weights are a function of the seed, stopped or not."""
+    sync = {"orchestration": {"paradigm": "sync"}}
+    whole = execute(plan_of(model, tmp_path / "whole", **sync))
+    stopped(plan_of(model, tmp_path / "stopped", **sync), finished(7))
+    ended = go_on(tmp_path / "stopped")
+    assert trained(ended.directory) == trained(whole.directory)
+    assert ended.checkpoint is not None and whole.checkpoint is not None
+    assert weights(ended.checkpoint) == weights(whole.checkpoint)
+
+
+@pytest.mark.parametrize("paradigm", ["one_step", "partial", "in_flight"])
+def test_every_paradigm_goes_on(paradigm: str, model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    stopped(plan_of(model, out, orchestration={"paradigm": paradigm}), finished(9))
+    assert_sound(go_on(out))
+
+
+def test_an_episode_begins_anew(model: Path, tmp_path: Path) -> None:
+    task = {"reward": None, "environment": f"{REWARDS}:Counting"}
+    out = tmp_path / "run"
+    stopped(plan_of(model, out, task=task, rollout={"max_tokens": 60}), finished(6))
+    assert_sound(go_on(out))
+
+
+# Refusals
+
+
+@pytest.fixture(scope="module")
+def left(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("left") / "run"
+    stopped(plan_of(model, out), published(2))
+    return out
+
+
+def edit(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new, 1))
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-7])
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "not stopped": (lambda out: (out / RESUME_FILE).unlink(), RESUME_FILE),
+    "not a run": (lambda out: (out / "config.toml").unlink(), "not a run"),
+    "broken leftover": (lambda out: cut(out / RESUME_FILE), RESUME_FILE),
+    "no checkpoint": (lambda out: shutil.rmtree(out / "checkpoints/step-2"), "step-2"),
+    "cut checkpoint": (
+        lambda out: cut(next((out / "checkpoints/step-2/trainer").rglob("model.safetensors"))),
+        "step-2",
+    ),
+    "no journal": (lambda out: (out / "journal.jsonl").unlink(), "journal.jsonl"),
+    "cut journal": (lambda out: cut(out / "journal.jsonl"), "journal.jsonl"),
+    "altered journal": (
+        lambda out: edit(
+            out / "journal.jsonl", '"TrajectoryFinished",0,', '"TrajectoryFinished",1,'
+        ),
+        "journal.jsonl",
+    ),
+    "altered core": (
+        lambda out: edit(out / "config.toml", "max_staleness = 2", "max_staleness = 3"),
+        "config.toml",
+    ),
+    "altered algorithm": (
+        lambda out: edit(out / "config.toml", "learning_rate = 0.01", "learning_rate = 0.02"),
+        "train.learning_rate was `0.01` and is `0.02`",
+    ),
+    "altered rollout": (
+        lambda out: edit(out / "config.toml", "max_tokens = 40", "max_tokens = 50"),
+        "rollout.max_tokens was `40` and is `50`",
+    ),
+    "altered seed": (
+        lambda out: edit(out / "config.toml", "seed = 0", "seed = 1"),
+        "run.seed was `0` and is `1`",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_run_is_refused_and_left_as_it_was(name: str, left: Path, tmp_path: Path) -> None:
+    damage, said = DAMAGE[name]
+    out = tmp_path / "run"
+    shutil.copytree(left, out)
+    damage(out)
+    book = out / "journal.jsonl"
+    before = book.read_bytes() if book.exists() else None
+    files = {path.name for path in out.iterdir()}
+    with pytest.raises(UserError) as refusal:
+        go_on(out)
+    assert said in str(refusal.value), refusal.value
+    assert (book.read_bytes() if book.exists() else None) == before
+    assert {path.name for path in out.iterdir()} == files
+
+
+def test_a_refused_run_can_still_be_resumed(left: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(left, out)
+    shutil.move(out / "checkpoints/step-2", tmp_path)
+    shutil.copytree(tmp_path / "step-2", out / "checkpoints/step-2")
+    cut(next((out / "checkpoints/step-2/trainer").rglob("model.safetensors")))
+    with pytest.raises(UserError):
+        go_on(out)
+    shutil.rmtree(out / "checkpoints/step-2")
+    shutil.move(tmp_path / "step-2", out / "checkpoints")
+    assert_sound(go_on(out))
+
+
+def test_other_prompts_are_refused(left: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(left, out)
+    with pytest.raises(UserError, match="prompts"):
+        execute(resume(out, prompts=[{"prompt": "something else", "turns": 1}]))
+
+
+def test_a_run_that_has_ended_has_nothing_to_resume(model: Path, tmp_path: Path) -> None:
+    ended = run(model, tmp_path / "run", run={"steps": 1})
+    with pytest.raises(UserError, match="nothing to resume"):
+        resume(ended.directory, prompts=PROMPTS)
+
+
+def test_a_resumed_run_that_has_ended_has_nothing_to_resume(left: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(left, out)
+    go_on(out)
+    with pytest.raises(UserError, match="nothing to resume"):
+        resume(out, prompts=PROMPTS)
