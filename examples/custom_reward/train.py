@@ -8,8 +8,9 @@
 
 import argparse
 
-import dora_rl
 from short_sums import reward
+
+import dora_rl
 
 
 def main(steps: int, out: str | None, kind: str) -> dora_rl.Run:

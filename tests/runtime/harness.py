@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from safetensors.torch import load_file
 
 from dora_rl.core.audit import audit_journal
 from dora_rl.core.commands import Train
@@ -19,19 +18,10 @@ from dora_rl.runtime.messages import Trained
 from dora_rl.runtime.train import Run, execute, prepare, read_config
 from dora_rl.samples import Sample
 from dora_rl.store.rundir import JOURNAL, JournalFile
-from tests.models.random_models import make_model, make_tokenizer
 
-VOCABULARY = 300
 REWARDS = "tests.runtime.rewards"
 ANIMALS = ("fox", "dog", "cat", "hen", "owl", "bee")
 PROMPTS = [{"prompt": f"the quick {animal}", "turns": 3} for animal in ANIMALS]
-
-
-def make_tiny(directory: Path) -> Path:
-    """A llama of two layers with a tokenizer of as many tokens; token 0 ends a text."""
-    make_model(directory, "llama", seed=1, vocab_size=VOCABULARY, eos_token_id=0, bos_token_id=0)
-    make_tokenizer(VOCABULARY).save(str(directory / "tokenizer.json"))
-    return directory
 
 
 def settings(model: Path, out: Path, **sections: dict[str, Any]) -> dict[str, Any]:
@@ -122,6 +112,8 @@ def assert_sound(ended: Run) -> None:
     ids = [trajectory for _, _, trajectory in trained(ended.directory)]
     assert len(ids) == len(set(ids)) == ended.audit.trained
     assert ended.checkpoint is not None
+    from safetensors.torch import load_file  # late: the driver of a local run has no torch
+
     tensors = load_file(ended.checkpoint / "model.safetensors")
     assert all(tensor.isfinite().all() for tensor in tensors.values())
 
@@ -138,6 +130,7 @@ def children() -> list[psutil.Process]:
 def main(model: str, out: str, sections: str) -> None:
     """A run in a process of its own: `python -m tests.runtime.harness MODEL OUT SECTIONS`."""
     ended = run(Path(model), Path(out), **json.loads(sections))
+    assert "torch" not in sys.modules, "a driver needs none, and it takes seconds to load"
     print(json.dumps({"ok": ended.ok, "interrupted": ended.ending.interrupted}))
 
 

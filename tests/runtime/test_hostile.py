@@ -82,6 +82,23 @@ def test_a_reward_that_always_fails_trains_nothing(model: Path, tmp_path: Path) 
     assert ended.audit.failed == ended.audit.issued == len(PROMPTS) * 2
 
 
+@pytest.mark.parametrize("fault", ["reward", "prompt"])
+def test_an_endless_stream_of_failures_ends(fault: str, model: Path, tmp_path: Path) -> None:
+    reward = "always_raises" if fault == "reward" else "vowels"
+    prompts = PROMPTS if fault == "reward" else [{"prompt": "x y z " * 150}]
+    ended = run(
+        model,
+        tmp_path / "run",
+        prompts=prompts,
+        task={"reward": f"{REWARDS}:{reward}"},
+        orchestration={"max_retries": 0, "max_wasted_batches": 3},
+    )
+    assert not ended.ok and not ended.steps
+    assert "6 groups in a row" in ended.ending.reason
+    assert ("no such thing" if fault == "reward" else "context") in ended.ending.reason
+    assert ended.audit.ok
+
+
 def test_a_prompt_that_does_not_fit_fails_alone(model: Path, tmp_path: Path) -> None:
     prompts = [*PROMPTS, {"prompt": "x y z " * 150, "turns": 1}]
     ended = run(model, tmp_path / "run", prompts=prompts, task={"epochs": 1}, run={"steps": 9})

@@ -23,11 +23,12 @@ from dora_rl.runtime.train import execute, resume
 from tests.runtime.harness import PROMPTS, assert_sound, children, records, run, trained
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 60.0  # the machine may be busy with others' tests
+PATIENCE_S = 120.0  # the machine may be busy with others' tests
 LOCAL: dict[str, dict[str, Any]] = {
     "runtime": {"kind": "local", "instances": 2, "report_period_s": 0.1},
     "rollout": {"slots": 4, "max_tokens": 40, "stop": ["a"]},
 }
+ALONE = {**LOCAL, "runtime": {**LOCAL["runtime"], "instances": 1}}
 
 pytestmark = pytest.mark.slow
 
@@ -78,8 +79,7 @@ def test_a_run_in_processes(model: Path, tmp_path: Path) -> None:
 
 def test_a_rollout_process_that_is_killed_is_replaced(model: Path, tmp_path: Path) -> None:
     """One instance alone, so that the run cannot end without its successor."""
-    local = LOCAL | {"runtime": {**LOCAL["runtime"], "instances": 1}}
-    ended = run(model, tmp_path / "run", Killer("rollout-0"), **local)
+    ended = run(model, tmp_path / "run", Killer("rollout-0"), **ALONE)
     assert_sound(ended)
     assert len(ended.steps) == 4
     events = [record.event for record in records(ended.directory)]
@@ -93,7 +93,7 @@ def test_a_rollout_process_that_is_killed_is_replaced(model: Path, tmp_path: Pat
 
 def test_a_trainer_that_is_killed_ends_the_run(model: Path, tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match=r"the trainer ended with signal SIGKILL.*trainer\.log"):
-        run(model, tmp_path / "run", Killer("trainer"), **LOCAL)
+        run(model, tmp_path / "run", Killer("trainer"), **ALONE)
     assert "SIGKILL" in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()[-1]
 
 
@@ -102,7 +102,7 @@ def test_a_trainer_that_is_killed_ends_the_run(model: Path, tmp_path: Path) -> N
 
 @contextmanager
 def driver(model: Path, out: Path, steps: int) -> Iterator[subprocess.Popen[str]]:
-    sections = json.dumps({**LOCAL, "run": {"steps": steps, "out": str(out)}})
+    sections = json.dumps({**ALONE, "run": {"steps": steps, "out": str(out)}})
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.runtime.harness", str(model), str(out), sections],
         cwd=ROOT,
@@ -125,31 +125,36 @@ def wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) ->
         time.sleep(0.02)
 
 
+def has_trained(out: Path) -> bool:
+    """Whether a version was published after the first, which may be gone by now."""
+    return any(path.name != "version-00000000" for path in (out / "weights").glob("version-*"))
+
+
 def test_an_interrupted_run_goes_on(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    with driver(model, out, steps=30) as process:
-        wait_for((out / "weights" / "version-00000001").exists, process)
+    with driver(model, out, steps=8) as process:
+        wait_for(lambda: has_trained(out), process)
         process.send_signal(signal.SIGINT)
         said, complaints = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, complaints
     assert json.loads(said) == {"ok": True, "interrupted": True}
     assert (out / RESUME_FILE).is_file()
     before = trained(out)
-    assert 0 < len(before) < 30 * 4
+    assert 0 < len(before) < 8 * 4
     ended = execute(resume(out, prompts=PROMPTS))
     assert_sound(ended)
     after = trained(out)
     assert after[: len(before)] == before
-    assert [step for step, _, _ in after] == [step for step in range(30) for _ in range(4)]
+    assert [step for step, _, _ in after] == [step for step in range(8) for _ in range(4)]
     assert not (out / RESUME_FILE).exists()
 
 
 def test_no_part_outlives_its_driver(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     with driver(model, out, steps=1000) as process:
-        wait_for((out / "weights" / "version-00000001").exists, process)
+        wait_for(lambda: has_trained(out), process)
         below = psutil.Process(process.pid).children(recursive=True)
-        assert len(below) >= 4  # the trainer, two instances, and who scores
+        assert len(below) >= 3  # the trainer, an instance, and who scores
         process.kill()
         process.wait()
         _, alive = psutil.wait_procs(below, timeout=10.0)

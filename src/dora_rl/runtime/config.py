@@ -15,7 +15,7 @@ from dora_rl.config import ConfigModel
 from dora_rl.core.paradigms import PARADIGMS
 from dora_rl.core.settings import Settings
 from dora_rl.tasks.settings import TaskSettings
-from dora_rl.trainer.settings import TrainSettings
+from dora_rl.trainer.settings import Behaviour, TrainSettings
 
 _MOST_VERSIONS = 8  # in one engine, unless the user says so: each costs memory, and splits batches
 
@@ -145,6 +145,11 @@ class RunConfig(ConfigModel):
             max_staleness=PARADIGMS[core.paradigm].max_staleness(core),
             multi_epoch=self.train.minibatches > 1,
         )
+        if self.algorithm.importance != "none" and self.train.behaviour is Behaviour.ENGINE:
+            found.append(
+                f"importance `{self.algorithm.importance}` corrects nothing while the engine's own "
+                "log-probabilities are the old policy's. Set train.behaviour to `recompute`."
+            )
         rollout = self.rollout
         if rollout.top_p < 1 or rollout.top_k or rollout.min_p:
             found.append(

@@ -8,6 +8,7 @@ seed write the same journal and end with the same weights. For tests, debugging 
 from typing import Any
 
 import msgspec
+import torch
 
 from dora_rl.core.types import InstanceId, Version
 from dora_rl.engines.base import Engine
@@ -55,6 +56,8 @@ class InlineRuntime:
     def run(self) -> Ending:
         """Until the core halts, or the run is asked to stop."""
         config, plan = self._config, self._session.plan
+        threads = torch.get_num_threads()
+        torch.set_num_threads(config.threads().train)
         self._trainer = TrainerPart.open(
             config, plan.model, self._store, self._session.checkpoint_to_resume
         )
@@ -85,6 +88,7 @@ class InlineRuntime:
             for pool in (self._scores, self._episodes):
                 if pool is not None:
                     pool.close()
+            torch.set_num_threads(threads)
 
     @property
     def _done(self) -> bool:

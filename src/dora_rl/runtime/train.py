@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dora_rl.config import apply_overrides, load_toml, validate
 from dora_rl.core.audit import AuditReport
@@ -26,6 +26,10 @@ from dora_rl.runtime.recording import StepRecord, Watcher
 from dora_rl.runtime.session import Ending, Plan, Session
 from dora_rl.store.rundir import CONFIG
 from dora_rl.tasks.task import Task
+
+if TYPE_CHECKING:
+    from dora_rl.runtime.inline import InlineRuntime
+    from dora_rl.runtime.local.runtime import LocalRuntime
 
 USER = "dora-rl train"
 
@@ -128,9 +132,6 @@ def execute(
 
     `stopping` is called, from the signal's handler, when the user asks the run to stop.
     """
-    from dora_rl.runtime.inline import InlineRuntime
-    from dora_rl.runtime.local.runtime import LocalRuntime
-
     steps: list[StepRecord] = []
     begin = time.perf_counter()
     evaluations: list[EvalRecord] = []
@@ -141,8 +142,7 @@ def execute(
         listeners=listeners,
         warmup_steps=warmup_steps,
     ) as session:
-        inline = plan.config.runtime.kind == "inline"
-        runtime = InlineRuntime(session) if inline else LocalRuntime(session)
+        runtime = _runtime(session)
         ending = Ending(False, "the run failed")
         try:
             with _interruptible(runtime.stop, stopping):
@@ -153,6 +153,17 @@ def execute(
         finally:
             summary, audit = session.close(ending, time.perf_counter() - begin)
     return Run(plan.out, ending, tuple(steps), tuple(evaluations), summary, audit)
+
+
+def _runtime(session: Session) -> "InlineRuntime | LocalRuntime":
+    """What carries the run; the driver of a local one needs no torch."""
+    if session.config.runtime.kind == "inline":
+        from dora_rl.runtime.inline import InlineRuntime
+
+        return InlineRuntime(session)
+    from dora_rl.runtime.local.runtime import LocalRuntime
+
+    return LocalRuntime(session)
 
 
 def train(
