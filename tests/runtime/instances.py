@@ -193,3 +193,28 @@ class Journey:
         for part in (self.source, self.target):
             part.do(cm.AbortMigration(self.name))
         self.file.unlink(missing_ok=True)
+
+
+def held(part: Part) -> ms.TurnEnded:
+    """Steps until a turn has ended."""
+    for _ in range(100):
+        for said in part.step():
+            if isinstance(said, ms.TurnEnded):
+                return said
+    raise AssertionError("no turn has ended")
+
+
+def long_episode(root: Path, max_tokens: int = 60) -> ms.Begin:
+    """One that has all its turns, each of them of several tokens."""
+    for name in range(200):
+        message = begin(name, 10, episode=True)
+        whole = alone(root, message, max_tokens)
+        if whole.turns == TURNS and whole.observed[0].start > 3:
+            return message
+    raise AssertionError("no long episode")
+
+
+def used(part: Part) -> ms.Used:
+    part.instance.report()
+    (found,) = [message for message in part.collect() if isinstance(message, ms.Used)]
+    return found

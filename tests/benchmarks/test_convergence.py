@@ -1,0 +1,76 @@
+"""Curves and confidence of `bench convergence`, by hand-computed examples."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from dora_rl.benchmarks.convergence import WAYS, Band, Outcome, Plan, Result, draw
+from dora_rl.core.errors import UserError
+from dora_rl.runtime.train import read_config
+
+
+def outcome(rewards: list[float], held_out: float, seed: int = 0) -> Outcome:
+    times = [float(i) for i in range(len(rewards))]
+    return Outcome(seed, rewards, times, held_out, 1.0, "clean")
+
+
+def result(**ways: list[Outcome]) -> Result:
+    return Result(Plan(seeds=2, steps=3, goal=0.5), dict(ways))
+
+
+def test_a_band_is_students_confidence_interval() -> None:
+    # 1, 2, 3: mean 2, standard error 1/sqrt(3), t of two degrees of freedom 4.30.
+    band = Band.of([1.0, 2.0, 3.0])
+    assert band.mean == 2.0
+    assert band.high - band.mean == pytest.approx(4.30 / math.sqrt(3))
+    assert band.mean - band.low == pytest.approx(4.30 / math.sqrt(3))
+    assert Band.of([0.4]) == (0.4, 0.4, 0.4)
+
+
+def test_a_curve_is_smoothed_before_a_goal_is_looked_for() -> None:
+    run = outcome([0.0, 1.0, 0.5, 0.9, 0.9, 0.9, 0.9], 0.9)
+    assert run.smooth()[:3] == [0.0, 0.5, 0.5]
+    assert run.smooth()[-1] == pytest.approx((0.5 + 0.9 * 4) / 5)
+    assert run.time_to(0.5) == 1.0
+    assert run.time_to(0.95) is None
+
+
+def test_time_to_the_goal_is_the_median_and_never_if_half_do_not_reach_it() -> None:
+    fast, slow = outcome([0.9, 0.9, 0.9], 0.9), outcome([0.0, 0.0, 0.1], 0.1)
+    assert result(sync=[fast, fast, slow]).time_to_goal("sync") == 0.0
+    assert result(sync=[fast, slow, slow]).time_to_goal("sync") is None
+
+
+def test_differences_are_taken_seed_by_seed() -> None:
+    found = result(
+        sync=[outcome([0.1], 0.5), outcome([0.1], 0.9)],
+        other=[outcome([0.1], 0.6), outcome([0.1], 1.0)],
+    )
+    assert found.difference("other").mean == pytest.approx(0.1)
+    assert found.difference("other").high == pytest.approx(0.1)  # the seeds agree
+    assert found.held_out("other").high > 1.0  # although each way varies much
+    assert json.loads(json.dumps(found.to_json()))["ways"]["other"]["held_out"]["mean"] == 0.8
+    assert any("other" in line for line in found.summary())
+
+
+@pytest.mark.parametrize("way", WAYS, ids=[way.label for way in WAYS])
+def test_every_way_is_a_valid_configuration_of_equal_trajectories(way: object) -> None:
+    plan = Plan(steps=7)
+    config = read_config(plan.config(way, 3))  # type: ignore[arg-type]
+    first = read_config(plan.config(WAYS[0], 3))
+    assert config.run.steps == 7 and config.run.seed == 3
+    assert config.orchestration.groups_per_step == first.orchestration.groups_per_step
+    assert config.orchestration.group_size == first.orchestration.group_size
+
+
+def test_one_seed_has_no_confidence() -> None:
+    with pytest.raises(UserError, match="--seeds must be >= 2"):
+        Plan(seeds=1)
+
+
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    runs = [outcome([0.1, 0.2, 0.3], 0.3), outcome([0.2, 0.3, 0.4], 0.4)]
+    draw(result(sync=runs), tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")

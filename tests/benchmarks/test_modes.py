@@ -1,0 +1,108 @@
+"""The comparison of paradigms: what it asks for, and what it makes of the answers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora_rl.benchmarks import modes
+from dora_rl.benchmarks.modes import Plan, Reading, Result, Split, measure
+from dora_rl.benchmarks.training import merged, train_once
+from dora_rl.core.errors import UserError
+from dora_rl.core.settings import ParadigmName
+from dora_rl.runtime.train import Run, read_config
+
+SYNC, OURS = ParadigmName.SYNC, ParadigmName.MULTI_VERSION
+
+
+def reading(tokens_per_s: float, rollout_only_s: float = 1.0) -> Reading:
+    return Reading(tokens_per_s, 2.0, rollout_only_s, 0.5, 0.25, 1.0, 3.0, 20.0, 300.0, 0, "clean")
+
+
+def test_ratios_are_those_of_the_median_rounds() -> None:
+    readings = {
+        SYNC: [reading(90.0, 2.0), reading(100.0, 4.0), reading(500.0, 9.0)],
+        OURS: [reading(250.0, 0.5), reading(10.0, 7.0), reading(900.0, 7.0)],
+    }
+    splits = {SYNC: Split(1, 2, 2), OURS: Split(1, 1, 1)}
+    result = Result(Plan(paradigms=(SYNC, OURS)), {}, splits, readings)
+    assert result.ratios() == {"multi_version/sync": {"tokens_per_s": 2.5, "rollout_only_s": 0.125}}
+    data = result.to_json()
+    assert data["modes"]["sync"]["tokens_per_s"] == 100.0
+    assert data["modes"]["multi_version"]["tokens_per_s_of_rounds"] == [250.0, 10.0, 900.0]
+    assert any("2.50 x tokens/s, 0.12 x rollout-only" in line for line in result.summary())
+
+
+def test_without_ours_there_is_nothing_to_compare() -> None:
+    result = Result(Plan(paradigms=(SYNC,)), {}, {SYNC: Split(1, 1, 1)}, {SYNC: [reading(1.0)]})
+    assert result.ratios() == {}
+    assert result.summary()
+
+
+def test_colocated_paradigms_get_every_core_and_the_others_share_them() -> None:
+    plan = Plan(cores=4)
+    assert plan.splits(SYNC) == [Split(1, 4, 4), Split(4, 1, 4)]
+    assert all(s.instances * s.rollout_threads <= 4 for s in plan.splits(OURS))
+    assert plan.splits(ParadigmName.ONE_STEP) == plan.splits(OURS)
+
+
+@pytest.mark.parametrize("paradigm", list(ParadigmName))
+def test_every_split_is_a_valid_configuration_with_the_same_slots(paradigm: ParadigmName) -> None:
+    plan = Plan(cores=2)
+    for split in plan.splits(paradigm):
+        config = read_config(plan.config(paradigm, split, 3))
+        assert config.rollout.slots * config.runtime.instances == plan.slots
+        assert config.orchestration.paradigm is paradigm
+        assert config.threads() == (split.rollout_threads, split.train_threads)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"steps": 0}, "--steps"),
+        ({"rounds": 0}, "--rounds"),
+        ({"warmup_steps": 16}, "--warmup-steps"),
+        ({"paradigms": ()}, "--paradigms"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        Plan(**wrong)
+
+
+def test_sections_are_laid_over_each_other_key_by_key() -> None:
+    assert merged({"a": {"x": 1, "y": 2}}, {"a": {"y": 3}, "b": {"z": 4}}) == {
+        "a": {"x": 1, "y": 3},
+        "b": {"z": 4},
+    }
+
+
+@pytest.mark.slow
+def test_paradigms_are_searched_and_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the logical clock: what is asked for is run, whatever the machine does."""
+
+    def inline(data: dict[str, Any], out: Path, *, warmup_steps: int = 0) -> Run:
+        quick = {"runtime": {"kind": "inline"}, "rollout": {"deterministic": False}}
+        return train_once(merged(data, quick), out, warmup_steps=warmup_steps)
+
+    monkeypatch.setattr(modes, "train_once", inline)
+    plan = Plan(
+        paradigms=(SYNC, OURS),
+        steps=3,
+        warmup_steps=1,
+        rounds=1,
+        search_steps=1,
+        groups_per_step=4,
+        group_size=2,
+        slots=8,
+        max_terms=9,
+        cores=2,
+    )
+    result = measure(plan)
+    assert [len(tried) for tried in result.searched.values()] == [2, 2]
+    assert all(result.median(name).tokens_per_s > 0 for name in (SYNC, OURS))
+    assert all(result.median(name).audit == "clean" for name in (SYNC, OURS))
+    assert result.median(SYNC).max_staleness == 0
+    assert 0 < result.median(OURS).max_staleness <= 3
+    # On a clock that counts steps of engines, not waiting for the tail must pay.
+    assert result.ratios()["multi_version/sync"]["tokens_per_s"] > 1

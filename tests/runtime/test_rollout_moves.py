@@ -1,0 +1,241 @@
+"""Trajectories that move between instances, or begin again from what was saved of them."""
+
+from pathlib import Path
+
+import pytest
+
+from dora_rl.core import commands as cm
+from dora_rl.core import events as ev
+from dora_rl.core.types import Length, Move, Placement, Segment
+from dora_rl.runtime import messages as ms
+from tests.runtime.instances import (
+    Journey,
+    Part,
+    alone,
+    answer,
+    begin,
+    digest,
+    held,
+    long_episode,
+    store,
+)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return store(tmp_path / "versions", range(4))
+
+
+# Migration
+
+
+def pair(root: Path, **options: int) -> tuple[Part, Part]:
+    return Part(root, 0, **options), Part(root, 1, **options)
+
+
+def journey(source: Part, target: Part, *moves: Move, name: int = 1) -> Journey:
+    return Journey(name, source, target, moves or (Move(1, 10, 20),))
+
+
+def test_a_trajectory_moves_and_is_the_same(root: Path) -> None:
+    source, target = pair(root)
+    source.tell(begin(1, 10), begin(2, 11))
+    source.step(3)
+    moving = journey(source, target, Move(1, 10, 20), Move(2, 11, 21))
+    assert moving.reserve() == [ev.MigrationReserved(1)]
+    source.step()  # it runs on meanwhile
+    assert moving.hand_over() == ms.HandedOver(1, (Placement(1, 10), Placement(2, 11)))
+    assert not source.instance.busy
+    assert moving.take_over() == ev.MigrationCompleted(1, (Placement(1, 10), Placement(2, 11)))
+    assert not moving.file.exists()
+    moving.release()
+    assert source.engine.load().versions[0].parked == 0
+    target.run()
+    assert set(target.finished) == {(1, 20), (2, 21)} and not source.finished
+    for name in (1, 2):
+        assert target.one(name) == alone(root, begin(name, 10))
+
+
+def test_who_has_ended_at_the_source_does_not_move(root: Path) -> None:
+    source, target = pair(root)
+    source.tell(begin(1, 10), begin(2, 11))
+    source.step(2)
+    moving = journey(source, target, Move(1, 10, 20), Move(2, 11, 21))
+    moving.reserve()
+    source.do(cm.Cancel(2, 11, 0))
+    assert moving.hand_over().moved == (Placement(1, 10),)
+    assert moving.take_over() == ev.MigrationCompleted(1, (Placement(1, 10),))
+
+
+@pytest.mark.parametrize("phase", ["reserve", "hand over", "take over", "some steps later"])
+def test_an_abort_leaves_everything_where_it_was(root: Path, phase: str) -> None:
+    source, target = pair(root)
+    source.tell(begin(1, 10))
+    source.step(3)
+    moving = journey(source, target)
+    moving.reserve()
+    if phase != "reserve":
+        moving.hand_over()
+    if phase in ("take over", "some steps later"):
+        moving.take_over()
+    if phase == "some steps later":
+        target.step(2)
+    moving.abort()
+    moving.abort()  # said again
+    target.run()
+    assert not target.finished
+    assert not target.engine.load().versions[0].waiting
+    source.run()
+    assert source.one(1) == alone(root, begin(1, 10))
+    # The room is free again: all slots of the target can be asked for.
+    moves = tuple(Move(name, name, 50 + name) for name in range(30, 34))
+    assert journey(source, target, *moves, name=2).reserve() == [ev.MigrationReserved(2)]
+
+
+def test_a_target_without_room_or_version_refuses(root: Path) -> None:
+    source, target = pair(root, slots=2)
+    target.tell(begin(5, 30))
+    moving = journey(source, target, Move(1, 10, 20), Move(2, 11, 21))
+    assert moving.reserve() == [ev.MigrationFailed(1, "no_room")]
+    moving = journey(source, target, name=2)
+    assert moving.reserve() == [ev.MigrationReserved(2)]
+    again = journey(source, target, Move(3, 12, 22), name=3)
+    assert again.reserve() == [ev.MigrationFailed(3, "no_room")]  # reserved is taken
+    strange = Journey(4, source, target, (Move(1, 10, 20),), version=3)
+    (said,) = strange.reserve()
+    assert isinstance(said, ev.MigrationFailed) and "version 3" in said.reason
+
+
+def test_a_file_that_cannot_be_written_leaves_the_work_at_the_source(root: Path) -> None:
+    source, target = pair(root)
+    source.tell(begin(1, 10))
+    source.step(3)
+    moving = journey(source, target)
+    moving.file = root / "nowhere" / "migration"
+    moving.reserve()
+    said = moving.hand_over()
+    assert said.failure and "nowhere" in said.failure
+    source.run()
+    assert source.one(1) == alone(root, begin(1, 10))
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "altered", "not a parcel"])
+def test_a_damaged_file_changes_nothing_at_the_target(root: Path, damage: str) -> None:
+    source, target = pair(root)
+    source.tell(begin(1, 10), begin(2, 11))
+    source.step(3)
+    moving = journey(source, target, Move(1, 10, 20), Move(2, 11, 21))
+    moving.reserve()
+    moving.hand_over()
+    whole = moving.file.read_bytes()
+    match damage:
+        case "missing":
+            moving.file.unlink()
+        case "cut":
+            moving.file.write_bytes(whole[:-20])
+        case "altered":  # the KV of the second is not that of its tokens
+            moving.file.write_bytes(whole[:-2] + bytes([whole[-2] ^ 255, whole[-1]]))
+        case "not a parcel":
+            moving.file.write_bytes(b"\x80\x04K\x01.")
+    said = moving.take_over()
+    assert isinstance(said, ev.MigrationFailed), said
+    assert "\n" not in said.reason
+    assert target.engine.idle
+    moving.abort()
+    source.run()
+    for name in (1, 2):
+        assert source.one(name) == alone(root, begin(name, 10))
+
+
+def test_a_cancel_reaches_both_copies(root: Path) -> None:
+    source, target = pair(root)
+    source.tell(begin(1, 10))
+    source.step(3)
+    moving = journey(source, target)
+    moving.reserve()
+    moving.hand_over()
+    moving.take_over()
+    source.do(cm.Cancel(1, 10, 0))
+    moving.release()
+    target.do(cm.Cancel(1, 20, 1))
+    for part in (source, target):
+        part.run()
+        assert not part.finished
+
+
+def test_what_is_parked_moves_too(root: Path) -> None:
+    source, target = pair(root)
+    source.tell(begin(1, 10))
+    source.step(3)
+    source.do(cm.Park(0, 0, (Placement(1, 10),)))
+    moving = journey(source, target)
+    moving.reserve()
+    moving.hand_over()
+    moving.abort()
+    source.do(cm.Unpark(0, 0, (Placement(1, 10),)))
+    source.step()
+    source.do(cm.Park(0, 0, (Placement(1, 10),)))
+    moving = journey(source, target, name=2)
+    moving.reserve()
+    moving.hand_over()
+    moving.take_over()
+    moving.release()
+    target.run()
+    assert target.one(1) == alone(root, begin(1, 10))
+
+
+def test_a_paused_episode_goes_on_elsewhere(root: Path) -> None:
+    message = long_episode(root)
+    name = message.trajectory
+    source, target = (Part(root, number, max_tokens=60) for number in (0, 1))
+    source.tell(message)
+    said = held(source)
+    moving = journey(source, target, Move(name, 10, 20))
+    moving.reserve()
+    moving.hand_over()
+    assert source.tell(answer(said)) == []  # it is on its way
+    moving.take_over()
+    moving.release()
+    assert not target.instance.busy  # it waits there as it did here
+    while not target.finished:
+        target.tell(answer(said, fence=20))
+        if not target.finished:
+            said = held(target)
+    assert target.finished[name, 20] == alone(root, message, 60)
+
+
+# Prefixes
+
+
+@pytest.mark.parametrize("after", range(1, 9))
+def test_a_restart_from_a_prefix_is_the_same_trajectory(root: Path, after: int) -> None:
+    name = next(n for n in range(100) if len(alone(root, begin(n, 10)).tokens) > after)
+    part = Part(root)
+    part.tell(begin(name, 10))
+    part.step(after)
+    reported, prefixes = part.tell(ms.SavePrefixes())
+    assert isinstance(reported, ms.Reported) and isinstance(prefixes, ms.Prefixes)
+    saved = (Length(name, 10, after),)
+    event = reported.event
+    assert isinstance(event, ev.InstanceProgressed)
+    assert event.saved == event.lengths == saved
+    (prefix,) = prefixes.prefixes
+    assert prefix.segments == (Segment(0, digest(0), after),)
+    other = Part(root, 1)
+    other.tell(begin(name, 11, prefix=prefix))
+    other.run()
+    assert other.one(name) == alone(root, begin(name, 10))
+
+
+def test_only_what_can_be_gone_on_with_is_saved(root: Path) -> None:
+    source, target = pair(root)
+    source.tell(begin(1, 10), begin(2, 11), begin(3, 12, episode=True), begin(4, 13))
+    source.step(2)
+    source.tell(begin(5, 14))  # has written nothing
+    source.do(cm.Park(0, 0, (Placement(2, 11),)))
+    moving = journey(source, target, Move(4, 13, 23))
+    moving.reserve()
+    moving.hand_over()
+    *_, prefixes = source.tell(ms.SavePrefixes())
+    assert isinstance(prefixes, ms.Prefixes)
+    assert [prefix.trajectory for prefix in prefixes.prefixes] == [1, 2]
