@@ -4,6 +4,7 @@ Everything is checked before the run directory is made; what ends there is a run
 audited, whatever happened.
 """
 
+import errno
 import signal
 import threading
 import time
@@ -19,6 +20,7 @@ from dora_rl.core.errors import UserError
 from dora_rl.extras import require
 from dora_rl.observe.metrics import Summary
 from dora_rl.runtime.config import RunConfig
+from dora_rl.runtime.errors import RunFailed
 from dora_rl.runtime.evaluation import EvalRecord, EvalWatcher
 from dora_rl.runtime.leftover import check_unaltered, read_leftover
 from dora_rl.runtime.listening import Listener
@@ -135,13 +137,16 @@ def execute(
     steps: list[StepRecord] = []
     begin = time.perf_counter()
     evaluations: list[EvalRecord] = []
-    with Session(
-        plan,
-        [steps.append, *watch],
-        watch_evaluations=[evaluations.append, *watch_evaluations],
-        listeners=listeners,
-        warmup_steps=warmup_steps,
-    ) as session:
+    with (
+        _full_disk_named(plan.out),
+        Session(
+            plan,
+            [steps.append, *watch],
+            watch_evaluations=[evaluations.append, *watch_evaluations],
+            listeners=listeners,
+            warmup_steps=warmup_steps,
+        ) as session,
+    ):
         runtime = _runtime(session)
         ending = Ending(False, "the run failed")
         try:
@@ -224,6 +229,19 @@ def _copy(config: Mapping[str, Any]) -> dict[str, Any]:
         section: dict(values) if isinstance(values, Mapping) else values
         for section, values in config.items()
     }
+
+
+@contextmanager
+def _full_disk_named(out: Path) -> Iterator[None]:
+    """The journal grows by buffered writes, whose errors do not say where."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise RunFailed(
+            f"No space left on device for the run: `{out}`. Free some, or set run.out elsewhere."
+        ) from error
 
 
 @contextmanager
