@@ -70,8 +70,9 @@ format: $(STAMP) ## rewrite the sources as lint wants them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP) ## measure the orchestrator and the embedded engine
+bench: $(STAMP) ## measure the orchestrator, the embedded engine and the paradigms
 	$(BIN)/dora-rl bench orchestrator
+	$(BIN)/dora-rl bench modes
 	$(BIN)/dora-rl bench engine --model tiny
 	$(BIN)/dora-rl bench versions --model tiny
 

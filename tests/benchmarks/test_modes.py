@@ -24,7 +24,7 @@ def test_ratios_are_those_of_the_median_rounds() -> None:
         SYNC: [reading(90.0, 2.0), reading(100.0, 4.0), reading(500.0, 9.0)],
         OURS: [reading(250.0, 0.5), reading(10.0, 7.0), reading(900.0, 7.0)],
     }
-    splits = {SYNC: Split(1, 2, 2), OURS: Split(1, 1, 1)}
+    splits = {SYNC: Split(1, 2, 2, 8), OURS: Split(1, 1, 1, 8)}
     result = Result(Plan(paradigms=(SYNC, OURS)), {}, splits, readings)
     assert result.ratios() == {"multi_version/sync": {"tokens_per_s": 2.5, "rollout_only_s": 0.125}}
     data = result.to_json()
@@ -34,14 +34,14 @@ def test_ratios_are_those_of_the_median_rounds() -> None:
 
 
 def test_without_ours_there_is_nothing_to_compare() -> None:
-    result = Result(Plan(paradigms=(SYNC,)), {}, {SYNC: Split(1, 1, 1)}, {SYNC: [reading(1.0)]})
+    result = Result(Plan(paradigms=(SYNC,)), {}, {SYNC: Split(1, 1, 1, 8)}, {SYNC: [reading(1.0)]})
     assert result.ratios() == {}
     assert result.summary()
 
 
 def test_colocated_paradigms_get_every_core_and_the_others_share_them() -> None:
     plan = Plan(cores=4)
-    assert plan.splits(SYNC) == [Split(1, 4, 4), Split(4, 1, 4)]
+    assert plan.splits(SYNC) == [Split(1, 4, 4, 64), Split(4, 1, 4, 64), Split(4, 1, 1, 64)]
     assert all(s.instances * s.rollout_threads <= 4 for s in plan.splits(OURS))
     assert plan.splits(ParadigmName.ONE_STEP) == plan.splits(OURS)
 
@@ -51,7 +51,7 @@ def test_every_split_is_a_valid_configuration_with_the_same_slots(paradigm: Para
     plan = Plan(cores=2)
     for split in plan.splits(paradigm):
         config = read_config(plan.config(paradigm, split, 3))
-        assert config.rollout.slots * config.runtime.instances == plan.slots
+        assert config.rollout.slots * config.runtime.instances == split.slots
         assert config.orchestration.paradigm is paradigm
         assert config.threads() == (split.rollout_threads, split.train_threads)
 
@@ -63,6 +63,7 @@ def test_every_split_is_a_valid_configuration_with_the_same_slots(paradigm: Para
         ({"rounds": 0}, "--rounds"),
         ({"warmup_steps": 16}, "--warmup-steps"),
         ({"paradigms": ()}, "--paradigms"),
+        ({"slots": (1,), "cores": 2}, "--slots"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(wrong: dict[str, Any], said: str) -> None:
@@ -94,12 +95,12 @@ def test_paradigms_are_searched_and_measured(monkeypatch: pytest.MonkeyPatch) ->
         search_steps=1,
         groups_per_step=4,
         group_size=2,
-        slots=8,
+        slots=(8,),
         max_terms=9,
         cores=2,
     )
     result = measure(plan)
-    assert [len(tried) for tried in result.searched.values()] == [2, 2]
+    assert [len(tried) for tried in result.searched.values()] == [3, 1]
     assert all(result.median(name).tokens_per_s > 0 for name in (SYNC, OURS))
     assert all(result.median(name).audit == "clean" for name in (SYNC, OURS))
     assert result.median(SYNC).max_staleness == 0

@@ -23,15 +23,16 @@ OURS = ParadigmName.MULTI_VERSION
 
 
 class Split(NamedTuple):
-    """How the cores are shared out."""
+    """How the cores are shared out, and how many trajectories run at once on all instances."""
 
     instances: int
     rollout_threads: int
     train_threads: int
+    slots: int
 
     def __str__(self) -> str:
         rollout = f"{self.instances} x {self.rollout_threads}"
-        return f"{rollout} rollout, {self.train_threads} train"
+        return f"{rollout} rollout, {self.train_threads} train, {self.slots} slots"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class Plan:
     max_staleness: int = 3
     groups_per_step: int = 64
     group_size: int = 4
-    slots: int = 128
+    slots: tuple[int, ...] = (32, 64, 128)
     max_terms: int = 96
     tail: float = 1.2
     seed: int = 0
@@ -55,7 +56,9 @@ class Plan:
     def __post_init__(self) -> None:
         if not self.paradigms:
             raise UserError("--paradigms must name one at least.")
-        for name in ("steps", "rounds", "search_steps", "group_size", "groups_per_step", "slots"):
+        if not self.slots or min(self.slots) < self.cores:
+            raise UserError(f"--slots must be >= {self.cores}, one a core: `{self.slots}`.")
+        for name in ("steps", "rounds", "search_steps", "group_size", "groups_per_step"):
             if getattr(self, name) < 1:
                 option = name.replace("_", "-")
                 raise UserError(f"--{option} must be >= 1: `{getattr(self, name)}`.")
@@ -66,14 +69,14 @@ class Plan:
             )
 
     def splits(self, paradigm: ParadigmName) -> list[Split]:
-        """What the search tries."""
-        cores = self.cores
+        """What the search tries first: the cores, with a middling number of slots."""
+        cores, slots = self.cores, self.slots[len(self.slots) // 2]
         if PARADIGMS[paradigm].colocated:
-            found = [Split(1, cores, cores), Split(cores, 1, cores)]
+            found = [(1, cores, cores), (cores, 1, cores), (cores, 1, 1)]
         else:
             half = max(1, cores // 2)
-            found = [Split(1, half, half), Split(1, half, cores), Split(half, 1, half)]
-        return list(dict.fromkeys(found))
+            found = [(1, half, half), (half, 1, half), (cores - half or 1, 1, half)]
+        return [Split(*each, slots) for each in dict.fromkeys(found)]
 
     def config(self, paradigm: ParadigmName, split: Split, steps: int) -> dict[str, Any]:
         longest = 6 * self.max_terms + 16  # characters of the longest right response
@@ -89,7 +92,7 @@ class Plan:
                 },
                 "train": {"learning_rate": 1e-4},
                 "rollout": {
-                    "slots": max(1, self.slots // split.instances),
+                    "slots": split.slots // split.instances,
                     "max_tokens": longest,
                 },
                 "orchestration": {
@@ -181,7 +184,7 @@ class Result:
             "cores": plan.cores,
             "groups_per_step": plan.groups_per_step,
             "group_size": plan.group_size,
-            "slots": plan.slots,
+            "slots": list(plan.slots),
             "lengths": {
                 "mean": self.median(plan.paradigms[0]).mean_length,
                 "max": max(r.max_length for rs in self.readings.values() for r in rs),
@@ -211,7 +214,7 @@ class Result:
         longest = max(r.max_length for rs in self.readings.values() for r in rs)
         lines += [
             "",
-            f"{plan.groups_per_step} groups of {plan.group_size} a step, {plan.slots} slots, "
+            f"{plan.groups_per_step} groups of {plan.group_size} a step, "
             f"{plan.cores} cores; lengths {first.mean_length:.0f} mean, {longest:.0f} max; "
             f"{plan.steps - plan.warmup_steps} steps after warm-up, median of {plan.rounds} rounds",
             f"{'':<14} {'tokens/s':>9} {'step s':>7} {'rollout-only s':>14} {'train s':>8} "
@@ -251,17 +254,23 @@ def measure(plan: Plan, progress: Progress = lambda _: None) -> Result:
 
 
 def _search(plan: Plan, name: ParadigmName, place: Path, progress: Progress) -> dict[Split, float]:
-    """Tokens per second of each split, over a few steps; not run where there is one alone."""
-    splits = plan.splits(name)
-    if len(splits) == 1:
-        return {splits[0]: 0.0}
-    found = {}
-    for number, split in enumerate(splits):
+    """Tokens per second of each split over a few steps: first the cores, then the slots."""
+    found: dict[Split, float] = {}
+
+    def attempt(split: Split) -> None:
+        if split in found:
+            return
         progress(f"search: {name} with {split}")
         config = plan.config(name, split, plan.search_steps)
         warmup = min(2, plan.search_steps - 1)
-        run = train_once(config, place / f"{name}-{number}", warmup_steps=warmup)
+        run = train_once(config, place / f"{name}-{len(found)}", warmup_steps=warmup)
         found[split] = run.summary.tokens_per_s
+
+    for split in plan.splits(name):
+        attempt(split)
+    best = max(found, key=lambda split: found[split])
+    for slots in plan.slots:
+        attempt(best._replace(slots=slots))
     return found
 
 

@@ -6,14 +6,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from dora_rl.runtime.errors import RunFailed
 from dora_rl.runtime.train import Run, execute, prepare, read_config
 
 
 def train_once(data: Mapping[str, Any], out: Path, *, warmup_steps: int = 0) -> Run:
     """Run a configuration to its end; measured is from version `warmup_steps` on."""
     run = {**data.get("run", {}), "out": str(out)}
-    plan = prepare(read_config({**data, "run": run}))
-    return execute(plan, warmup_steps=warmup_steps)
+    done = execute(prepare(read_config({**data, "run": run})), warmup_steps=warmup_steps)
+    if done.ending.interrupted:
+        raise KeyboardInterrupt  # whoever stops a run of a measurement means all of it
+    if not done.ok:
+        raise RunFailed(f"a run of the measurement failed: {done.ending.reason}")
+    return done
 
 
 @contextmanager

@@ -128,12 +128,13 @@ def progress() -> Iterator[Progress]:
 def children() -> Iterator[None]:
     """A kill ends child processes and temporary files as Ctrl-C does; a failed child is code 1."""
     from dora_rl.benchmarks.contestants.process import ContestantFailed
+    from dora_rl.runtime.errors import RunFailed
 
     signals = (signal.SIGTERM, signal.SIGHUP)
     before = [signal.signal(number, _interrupt) for number in signals]
     try:
         yield
-    except ContestantFailed as error:
+    except (ContestantFailed, RunFailed) as error:
         raise click.ClickException(str(error)) from error
     finally:
         for number, handler in zip(signals, before, strict=True):

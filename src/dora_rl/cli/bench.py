@@ -328,7 +328,13 @@ def trl(
     "--search-steps", type=int, default=6, show_default=True, help="Steps of a run of the search."
 )
 @click.option("--max-staleness", type=int, default=3, show_default=True, help="K.")
-@click.option("--slots", type=int, default=128, show_default=True, help="Of all instances.")
+@click.option(
+    "--slots",
+    default="32,64,128",
+    show_default=True,
+    metavar="N,N,…",
+    help="Numbers of slots, of all instances together, that the search tries.",
+)
 @click.option("--groups", type=int, default=64, show_default=True, help="Prompts of a step.")
 @click.option(
     "--group-size", type=int, default=4, show_default=True, help="Responses to each prompt."
@@ -342,7 +348,7 @@ def modes(
     rounds: int,
     search_steps: int,
     max_staleness: int,
-    slots: int,
+    slots: str,
     groups: int,
     group_size: int,
     seed: int,
@@ -358,12 +364,12 @@ def modes(
         rounds=rounds,
         search_steps=search_steps,
         max_staleness=max_staleness,
-        slots=slots,
+        slots=benching.numbers("--slots", slots, "32,64"),
         groups_per_step=groups,
         group_size=group_size,
         seed=seed,
     )
-    with benching.progress() as progress:
+    with benching.children(), benching.progress() as progress:
         result = measure(plan, progress)
     benching.show(result, as_json)
 
@@ -386,7 +392,7 @@ def convergence(
     for file in (out, plot):
         if file is not None:
             check_output(file, not_these=[f for f in (out, plot) if f is not file])
-    with benching.progress() as progress:
+    with benching.children(), benching.progress() as progress:
         result = measure(Plan(seeds=seeds, steps=steps, goal=goal), progress)
     if out is not None:
         out.write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")

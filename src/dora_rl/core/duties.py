@@ -87,7 +87,10 @@ def train(state: State) -> None:
     if ledger.exhausted and not ledger.backlog:
         size = min(size, ledger.num_outstanding)
         if not size:
-            halt(state, ok=True, reason="every prompt is trained, filtered or failed")
+            if trainer.step:
+                halt(state, ok=True, reason="every prompt is trained, filtered or failed")
+            else:
+                halt(state, ok=False, reason="every prompt failed or was filtered: no step taken")
             return
     if ledger.num_ready < size:
         return

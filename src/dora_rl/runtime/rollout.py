@@ -265,7 +265,9 @@ class RolloutInstance:
         self.outbox.append(ms.Finished(run.fence, trajectory))
 
     def _failed(self, trajectory: TrajectoryId, fence: Fence, error: Exception | str) -> None:
-        self._report(ev.TrajectoryFailed(trajectory, fence, _one_line(error)))
+        # Reasons are counted: the same one must read the same for every trajectory.
+        reason = _one_line(error).replace(f"trajectory {trajectory}", "the trajectory")
+        self._report(ev.TrajectoryFailed(trajectory, fence, reason))
 
     def _add(self, run: _Run) -> None:
         self._account()

@@ -76,13 +76,17 @@ class PartProcess:
 
 
 def _environment(threads: int) -> dict[str, str]:
-    """Threads that wait must not spin: the cores belong to whoever computes."""
+    """Its share of the cores.
+
+    Threads that wait spin for some microseconds, as long as the next operation of a small model
+    lets them wait, and then sleep: the cores belong to whoever computes.
+    """
     return {
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
         "OPENBLAS_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "PASSIVE",
+        "GOMP_SPINCOUNT": "20000",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
     }
