@@ -120,6 +120,20 @@ def test_finite_prompts_end_with_a_short_batch() -> None:
     assert cm.Halt(True, "every prompt is trained, filtered or failed") in end
 
 
+def test_prompts_that_all_come_to_nothing_are_no_success() -> None:
+    core = Orchestrator(Settings(groups_per_step=2, group_size=1))
+    core.handle(0, ev.WeightsPublished(0, "d"))
+    core.handle(0, ev.InstanceJoined(0, 0, 8, 1000))
+    core.handle(0, ev.PromptsAvailable(0, 1, exhausted=True))
+    (start,) = core.handle(0, ev.VersionInstalled(0, 0, 0, "d"))
+    assert isinstance(start, cm.Start)
+    whole = ev.TrajectoryFinished(start.trajectory, start.fence, 1, (Segment(0, "d", 1),))
+    core.handle(1, whole)
+    core.handle(1, ev.TrajectoryScored(start.trajectory, start.fence))
+    end = core.handle(1, ev.GroupJudged(0, "no_signal"))
+    assert cm.Halt(False, "every prompt failed or was filtered: no step taken") in end
+
+
 def test_versions_are_deleted_when_their_last_lease_goes() -> None:
     world = world_of(instances=1, slots=8)
     world.send(ev.VersionPinned(0, "checkpoint"))

@@ -146,7 +146,7 @@ def tags(response: str, tags: Iterable[str] = ("think", "answer")) -> float:
 def math_answer(response: str, answer: Any) -> float:
     """1 if math-verify holds the answer in the response to be equal to the answer."""
     require("task.reward = math_verify", "tasks")
-    from math_verify import parse, verify  # type: ignore[import-untyped,unused-ignore]
+    from math_verify import parse, verify
 
     wanted = _text(answer)
     if "\\" in wanted and "$" not in wanted and "\\boxed" not in wanted:
@@ -173,7 +173,7 @@ def gym(response: str, example: dict[str, Any]) -> float:
 def gym_dataset(name: str, seed: int, options: str) -> Any:
     """A generator of reasoning-gym; the options as JSON, by which it is kept."""
     require(f"gym:{name}", "tasks")
-    import reasoning_gym  # type: ignore[import-untyped,unused-ignore]
+    import reasoning_gym
 
     return reasoning_gym.create_dataset(name, seed=seed, **json.loads(options))
 

@@ -305,7 +305,7 @@ def _no_options(options: Mapping[str, Any], name: str) -> None:
 
 def _hugging_face(text: str, options: Mapping[str, Any]) -> Any:
     require(text, "datasets")
-    import datasets  # type: ignore[import-not-found,unused-ignore]
+    import datasets
 
     name, _, split = text.removeprefix("hf:").partition(":")
     try:

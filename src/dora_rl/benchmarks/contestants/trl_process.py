@@ -28,7 +28,7 @@ class Trl:
     def __init__(self, directory: str, work: str, threads: int) -> None:
         import torch
         from transformers import AutoTokenizer
-        from trl import GRPOTrainer  # type: ignore[import-not-found]  # noqa: F401 -- fail early
+        from trl import GRPOTrainer  # noqa: F401 -- fail early
 
         torch.set_num_threads(threads)
         self._directory, self._work = directory, work
@@ -77,7 +77,7 @@ class Trl:
         dtype: str,
         seed: int,
     ) -> Any:
-        from datasets import Dataset  # type: ignore[import-not-found]
+        from datasets import Dataset
         from trl import GRPOConfig, GRPOTrainer
 
         weights, autocast = DTYPES[dtype]
