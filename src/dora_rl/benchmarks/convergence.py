@@ -100,8 +100,7 @@ class Outcome(NamedTuple):
 
     @classmethod
     def of(cls, run: Run, seed: int) -> "Outcome":
-        start = run.steps[0].time_s - run.steps[0].step_s if run.steps else 0.0
-        begin = run.steps[0].time_s if run.steps else start
+        begin = run.steps[0].time_s
         return cls(
             seed,
             [step.reward_mean for step in run.steps],

@@ -40,7 +40,6 @@ class _Instance:
     joined: bool = False
     started_at: float = 0.0
     failures: int = 0  # starts in a row that came to nothing
-    last_words: str = ""
 
 
 class LocalRuntime:

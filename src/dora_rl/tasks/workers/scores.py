@@ -4,15 +4,15 @@ import json
 import math
 import time
 from collections import deque
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
 from dora_rl.samples import Trajectory
 from dora_rl.tasks.errors import TaskError
 from dora_rl.tasks.workers.crew import Answered, Crew
-from dora_rl.tasks.workers.wire import LARGEST, Isolation, Limits, Part, Program
+from dora_rl.tasks.workers.pool import Pool
+from dora_rl.tasks.workers.wire import LARGEST, Limits, Part, Program
 
 
 class ScoreJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +35,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
 
 
-class ScorePool:
+class ScorePool(Pool):
     """Workers that compute the same rewards; each has one job at a time.
 
     `spec` is what is to be computed: parts with a name, a function and a weight each.
@@ -51,17 +51,12 @@ class ScorePool:
         network: bool = False,
     ) -> None:
         limits = Limits(timeout_s=timeout_s, memory_mb=memory_mb, network=network)
-        self._crew = Crew(Program(kind="score", parts=tuple(spec), limits=limits), workers)
+        super().__init__(Crew(Program(kind="score", parts=tuple(spec), limits=limits), workers))
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._running: dict[int, int] = {}  # worker -> ticket
         self._tickets: set[int] = set()
         self._done: deque[Outcome] = deque()
         self._own = -1  # tickets of `run`, below those of others
-
-    @property
-    def isolation(self) -> Isolation:
-        """What is kept from the workers on this machine."""
-        return self._crew.isolation
 
     @property
     def outstanding(self) -> int:
@@ -102,29 +97,6 @@ class ScorePool:
                     self._done.remove(outcome)
                     return outcome
             self._tend(1.0)
-
-    def filenos(self) -> list[int]:
-        """What to wait on until `poll` has something to do; it stays the same."""
-        return [self._crew.fileno()]
-
-    def due_in_s(self) -> float | None:
-        """When `poll` must be called at the latest, since a time limit ends."""
-        return self._crew.due_in_s()
-
-    def close(self) -> None:
-        """End all workers; jobs that are out have no outcome any more."""
-        self._crew.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _tend(self, timeout_s: float) -> None:
         for event in self._crew.tend(timeout_s):

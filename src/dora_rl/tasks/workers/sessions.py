@@ -4,14 +4,14 @@ import json
 import time
 from collections import deque
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
 from dora_rl.tasks.errors import TaskError
 from dora_rl.tasks.workers.crew import Answered, Crew, Lost
-from dora_rl.tasks.workers.wire import LARGEST, Isolation, Limits, Part, Program
+from dora_rl.tasks.workers.pool import Pool
+from dora_rl.tasks.workers.wire import LARGEST, Limits, Part, Program
 
 _UNEVEN = 2  # sessions that a worker may have more than the emptiest
 
@@ -30,7 +30,7 @@ class EnvReply(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
 
 
-class EnvironmentPool:
+class EnvironmentPool(Pool):
     """Sessions of one environment, spread over workers.
 
     A worker answers one call at a time. When one hangs or crashes, every session on that worker
@@ -47,17 +47,14 @@ class EnvironmentPool:
         network: bool = False,
     ) -> None:
         limits = Limits(timeout_s=timeout_s, memory_mb=memory_mb, network=network)
-        self._crew = Crew(Program(kind="environment", parts=(environment,), limits=limits), workers)
+        program = Program(kind="environment", parts=(environment,), limits=limits)
+        super().__init__(Crew(program, workers))
         self._sessions: dict[int, _Session] = {}  # by ticket
         self._next = 0
         self._openings: deque[tuple[_Session, bytes]] = deque()
         self._calls: dict[int, deque[tuple[_Session, bytes]]] = {}  # worker -> what it is to do
         self._running: dict[int, _Session] = {}  # worker -> whose call
         self._done: deque[EnvReply] = deque()
-
-    @property
-    def isolation(self) -> Isolation:
-        return self._crew.isolation
 
     @property
     def sessions(self) -> list[int]:
@@ -110,28 +107,6 @@ class EnvironmentPool:
         done = list(self._done)
         self._done.clear()
         return done
-
-    def filenos(self) -> list[int]:
-        """What to wait on until `poll` has something to do; it stays the same."""
-        return [self._crew.fileno()]
-
-    def due_in_s(self) -> float | None:
-        """When `poll` must be called at the latest, since a time limit ends."""
-        return self._crew.due_in_s()
-
-    def close(self) -> None:
-        self._crew.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _tend(self, timeout_s: float) -> None:
         for event in self._crew.tend(timeout_s):
