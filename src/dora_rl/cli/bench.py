@@ -80,7 +80,7 @@ _MODES = """\b
 The quickstart's model and task, with long-tailed lengths, as processes of this machine. Every
 paradigm runs through the same core; what differs is a row of its table. Rollout-only is the part
 of a step in which nothing is trained. The search for each one's best split of the cores is
-printed; then they take turns. The default takes about ten minutes on two cores.
+printed; then they take turns. The default takes about twenty minutes on two cores.
 
 \b
 Examples:
