@@ -73,17 +73,17 @@ class Examiner(Listener):
         task: Task,
         outside: Outside,
         post: Callable[[Event], None],
-        last: Version,
         timeout_s: float,
         watch: Sequence[EvalWatcher] = (),
     ) -> None:
         self._task = task
         self._outside = outside
         self._post = post
-        self._last = last
         self._timeout_s = timeout_s
         self._watch = list(watch)
         self._every = task.settings.eval_every
+        self._newest: Version = -1
+        self._asked: Version = -1  # for the last time
         self._due: list[Version] = []
         self._version: Version | None = None  # being evaluated
         self._held: Version | None = None  # in the evaluator's engine
@@ -99,12 +99,18 @@ class Examiner(Listener):
         return self._version is not None or bool(self._due)
 
     def observed(self, now: float, event: Event, commands: Sequence[Command]) -> None:
-        if not isinstance(event, ev.WeightsPublished):
-            return
-        due = self._every is not None and event.version % self._every == 0
-        if due or event.version == self._last:
-            self._due.append(event.version)
-            self._post(ev.VersionPinned(event.version, _HOLDER))
+        if isinstance(event, ev.WeightsPublished):
+            self._newest = event.version
+            if self._every is not None and event.version % self._every == 0:
+                self._ask_for(event.version)
+        if any(isinstance(command, cm.Halt) and command.ok for command in commands):
+            self._ask_for(self._newest)
+
+    def _ask_for(self, version: Version) -> None:
+        if version > self._asked:
+            self._asked = version
+            self._due.append(version)
+            self._post(ev.VersionPinned(version, _HOLDER))
             self._next()
 
     def overdue(self, now: float) -> bool:

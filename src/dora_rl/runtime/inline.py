@@ -13,13 +13,12 @@ import torch
 from dora_rl.core.types import InstanceId, Version
 from dora_rl.engines.base import Engine
 from dora_rl.runtime import messages as ms
-from dora_rl.runtime.driver import Driver
+from dora_rl.runtime.base import Runtime
 from dora_rl.runtime.engines import make_engine, sampling_of
 from dora_rl.runtime.errors import RunFailed
-from dora_rl.runtime.evaluation import EVALUATOR, FIRST_TICKET, Examiner
+from dora_rl.runtime.evaluation import EVALUATOR
 from dora_rl.runtime.resuming import go_on, put_back
 from dora_rl.runtime.rollout import RolloutInstance
-from dora_rl.runtime.saving import Saver
 from dora_rl.runtime.session import Ending, Session
 from dora_rl.runtime.training import TrainerPart
 from dora_rl.simulator.clock import Clock
@@ -27,53 +26,24 @@ from dora_rl.tasks.workers.scores import ScoreJob
 from dora_rl.weights.store import WeightStore
 
 
-class InlineRuntime:
-    """Carries a session's messages in its own process; the `Outside` of the driver."""
+class InlineRuntime(Runtime):
+    """Carries a session's messages in its own process."""
 
     def __init__(self, session: Session) -> None:
-        self._session = session
-        self._config = session.config
+        super().__init__(session)
         self._time = session.config.runtime.inline
         self._clock = Clock()
         self._store = WeightStore(session.weights)
+        self._trainer: TrainerPart | None = None
         self._instances: dict[InstanceId, RolloutInstance] = {}
         self._stepping: set[InstanceId] = set()
         self._timer = 0
-        self.driver = Driver(
-            session.orchestrator,
-            session.plan.task,
-            session.judge,
-            self,
-            session.exchange,
-            session.listeners,
-        )
-        self._saver = Saver(self.driver, session, self)
-        self.driver.listeners.append(self._saver)
-        self._examiner = session.examiner(self, self.driver.post)
-        if self._examiner is not None:
-            self.driver.listeners.append(self._examiner)
 
     def run(self) -> Ending:
-        """Until the core halts, or the run is asked to stop."""
-        config, plan = self._config, self._session.plan
         threads = torch.get_num_threads()
-        torch.set_num_threads(config.threads().train)
-        self._trainer = TrainerPart.open(
-            config, plan.model, self._store, self._session.checkpoint_to_resume
-        )
-        self._scores = plan.task.score_pool() if plan.task.rewards else None
-        self._episodes = plan.task.environment_pool() if plan.task.has_environment else None
+        torch.set_num_threads(self._config.threads().train)
         try:
-            incarnations: dict[InstanceId, int] = {}
-            if plan.resumed is not None:
-                self._clock.now = plan.resumed.now
-                put_back(self.driver, plan.resumed)
-                self._session.take_over()
-                incarnations = go_on(self.driver, self._session.orchestrator)
-            else:
-                self.to_trainer(ms.PublishVersion(0))
-            for name in range(config.runtime.instances):
-                self._join(name, incarnations.get(name, 0), make_engine(config, plan.model))
+            self._start()
             while not self._done:
                 if self.driver.halted is not None:
                     self._saver.halted()
@@ -82,21 +52,31 @@ class InlineRuntime:
                 self._clock.step()
             return self._saver.ending()
         finally:
-            list(self._trainer.handle(ms.Shutdown()))
+            if self._trainer is not None:
+                list(self._trainer.handle(ms.Shutdown()))
             for instance in self._instances.values():
                 instance.handle(ms.Shutdown())
-            for pool in (self._scores, self._episodes):
-                if pool is not None:
-                    pool.close()
+            self._close_workers()
             torch.set_num_threads(threads)
 
-    @property
-    def _done(self) -> bool:
-        examining = self._examiner is not None and self._examiner.busy
-        return self._saver.done and (self._saver.interrupted or not examining)
+    def _start(self) -> None:
+        config, plan = self._config, self._session.plan
+        self._trainer = TrainerPart.open(
+            config, plan.model, self._store, self._session.checkpoint_to_resume
+        )
+        self._open_workers()
+        incarnations: dict[InstanceId, int] = {}
+        if plan.resumed is not None:
+            self._clock.now = plan.resumed.now
+            put_back(self.driver, plan.resumed)
+            self._session.take_over()
+            incarnations = go_on(self.driver, self._session.orchestrator)
+        else:
+            self.to_trainer(ms.PublishVersion(0))
+        for name in range(config.runtime.instances):
+            self._join(name, incarnations.get(name, 0), make_engine(config, plan.model))
 
     def stop(self) -> None:
-        """Finish the step that is under way, save, and end."""
         self._saver.stop([name for name in self._instances if name != EVALUATOR])
 
     def _join(self, name: InstanceId, incarnation: int, engine: Engine) -> None:
@@ -120,7 +100,7 @@ class InlineRuntime:
     def _collect(self, instance: RolloutInstance) -> None:
         """Deliver what an instance has to say, and let it go on."""
         for message in instance.outbox:
-            self._clock.after(0.0, self._from_rollout, (instance.instance, _carried(message)))
+            self._clock.after(0.0, self._arrive, (instance.instance, _carried(message)))
         instance.outbox.clear()
         if instance.busy and instance.instance not in self._stepping:
             self._stepping.add(instance.instance)
@@ -132,13 +112,8 @@ class InlineRuntime:
             instance.step()
         self._collect(instance)
 
-    def _from_rollout(self, argument: tuple[InstanceId, ms.FromRollout]) -> None:
-        if argument[0] == EVALUATOR:
-            assert self._examiner is not None
-            self._examiner.from_evaluator(argument[1])
-            return
-        self.driver.from_rollout(*argument)
-        self._saver.from_rollout(*argument)
+    def _arrive(self, argument: tuple[InstanceId, ms.FromRollout]) -> None:
+        self._from_rollout(*argument)
 
     # What the driver asks for
 
@@ -177,12 +152,9 @@ class InlineRuntime:
         self._clock.after(0.0, self._train, message)
 
     def _train(self, message: ms.ToTrainer) -> None:
+        assert self._trainer is not None
         for answer in self._trainer.handle(message):
             self._clock.after(self._duration(message), self._from_trainer, answer)
-
-    def _from_trainer(self, message: ms.FromTrainer) -> None:
-        self.driver.from_trainer(message)
-        self._saver.from_trainer(message)
 
     def _duration(self, message: ms.ToTrainer) -> float:
         match message:
@@ -208,13 +180,11 @@ class InlineRuntime:
         self._clock.after(self._time.score_s, self._asker(ticket).scored, outcome)
 
     def open_episode(self, ticket: int, example: dict[str, Any]) -> None:
-        assert self._episodes is not None
-        self._episodes.open(ticket, example)
+        super().open_episode(ticket, example)
         self._await_episode()
 
     def step_episode(self, ticket: int, text: str) -> None:
-        assert self._episodes is not None
-        self._episodes.step(ticket, text)
+        super().step_episode(ticket, text)
         self._await_episode()
 
     def _await_episode(self) -> None:
@@ -225,17 +195,6 @@ class InlineRuntime:
         for reply in replies:
             asker = self._asker(reply.ticket)
             self._clock.after(self._time.score_s, asker.answered, reply)
-
-    def _asker(self, ticket: int) -> Driver | Examiner:
-        """Who asked for a reward or an environment's answer."""
-        if ticket < FIRST_TICKET:
-            return self.driver
-        assert self._examiner is not None
-        return self._examiner
-
-    def discard_episode(self, ticket: int) -> None:
-        assert self._episodes is not None
-        self._episodes.discard(ticket)
 
 
 def _carried(message: Any) -> Any:

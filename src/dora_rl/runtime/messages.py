@@ -195,6 +195,14 @@ class TrainOn(_Message, frozen=True, tag=True):
     samples: tuple[Sample, ...]
 
 
+class Redo(_Message, frozen=True, tag=True):
+    """Take a step again that was taken before a crash, to get to where the trainer was."""
+
+    step: int
+    groups: tuple[GroupId, ...]
+    samples: tuple[Sample, ...]
+
+
 class PublishVersion(_Message, frozen=True, tag=True):
     version: Version
 
@@ -233,6 +241,13 @@ class TrainingFailed(_Message, frozen=True, tag=True):
     reason: str
 
 
+class Redone(_Message, frozen=True, tag=True):
+    """Answers `Redo`."""
+
+    step: int
+    failure: str | None = None
+
+
 class Published(_Message, frozen=True, tag=True):
     version: Version
     digest: str
@@ -260,9 +275,17 @@ ToRollout: TypeAlias = (
     Perform | Begin | Continue | Conclude | HandOver | TakeOver | SavePrefixes | Shutdown
 )
 FromRollout: TypeAlias = Reported | Finished | TurnEnded | HandedOver | Prefixes | Used | Broken
-ToTrainer: TypeAlias = TrainOn | PublishVersion | Save | Shutdown
+ToTrainer: TypeAlias = TrainOn | Redo | PublishVersion | Save | Shutdown
 FromTrainer: TypeAlias = (
-    TrainerReady | Trained | Rejected | TrainingFailed | Published | NotPublished | Saved | Broken
+    TrainerReady
+    | Trained
+    | Rejected
+    | TrainingFailed
+    | Redone
+    | Published
+    | NotPublished
+    | Saved
+    | Broken
 )
 Message: TypeAlias = Setup | ToRollout | FromRollout | ToTrainer | FromTrainer
 

@@ -216,7 +216,6 @@ class Session:
             self.plan.task,
             outside,
             post,
-            last=self.config.run.steps,
             timeout_s=self.config.orchestration.trajectory_timeout_s,
             watch=self._watch_evaluations,
         )

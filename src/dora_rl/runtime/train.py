@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dora_rl.config import apply_overrides, load_toml, validate
 from dora_rl.core.audit import AuditReport
 from dora_rl.core.errors import UserError
 from dora_rl.extras import require
 from dora_rl.observe.metrics import Summary
+from dora_rl.runtime.base import Runtime
 from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.errors import RunFailed
 from dora_rl.runtime.evaluation import EvalRecord, EvalWatcher
@@ -28,10 +29,6 @@ from dora_rl.runtime.recording import StepRecord, Watcher
 from dora_rl.runtime.session import Ending, Plan, Session
 from dora_rl.store.rundir import CONFIG
 from dora_rl.tasks.task import Task
-
-if TYPE_CHECKING:
-    from dora_rl.runtime.inline import InlineRuntime
-    from dora_rl.runtime.local.runtime import LocalRuntime
 
 USER = "dora-rl train"
 
@@ -160,7 +157,7 @@ def execute(
     return Run(plan.out, ending, tuple(steps), tuple(evaluations), summary, audit)
 
 
-def _runtime(session: Session) -> "InlineRuntime | LocalRuntime":
+def _runtime(session: Session) -> Runtime:
     """What carries the run; the driver of a local one needs no torch."""
     if session.config.runtime.kind == "inline":
         from dora_rl.runtime.inline import InlineRuntime

@@ -14,13 +14,12 @@ from typing import Any, Literal
 from dora_rl.core.errors import UserError
 from dora_rl.core.types import InstanceId, Version
 from dora_rl.runtime import messages as ms
-from dora_rl.runtime.driver import Driver
+from dora_rl.runtime.base import Runtime
 from dora_rl.runtime.errors import RunFailed
-from dora_rl.runtime.evaluation import EVALUATOR, FIRST_TICKET, Examiner
+from dora_rl.runtime.evaluation import EVALUATOR
 from dora_rl.runtime.local.channel import Gone
 from dora_rl.runtime.local.processes import PartProcess
 from dora_rl.runtime.resuming import go_on, put_back
-from dora_rl.runtime.saving import Saver
 from dora_rl.runtime.session import Ending, Session
 from dora_rl.tasks.workers.scores import ScoreJob
 from dora_rl.weights.versions import delete_version
@@ -42,50 +41,32 @@ class _Instance:
     failures: int = 0  # starts in a row that came to nothing
 
 
-class LocalRuntime:
-    """Carries a session's messages between processes; the `Outside` of the driver."""
+class LocalRuntime(Runtime):
+    """Carries a session's messages between processes."""
 
     def __init__(self, session: Session) -> None:
-        self._session = session
-        self._config = session.config
+        super().__init__(session)
         self._selector = selectors.DefaultSelector()
         self._instances: dict[InstanceId, _Instance] = {}
         self._trainer: PartProcess | None = None
+        self._evaluator: PartProcess | None = None
         self._timer_at: float | None = None
         self._began = time.monotonic()
         self._asked_to_stop = False
         self._stop_by: float | None = None
         self._trainer_ready = False
-        self.driver = Driver(
-            session.orchestrator,
-            session.plan.task,
-            session.judge,
-            self,
-            session.exchange,
-            session.listeners,
-        )
-        self._saver = Saver(self.driver, session, self)
-        self.driver.listeners.append(self._saver)
-        self._evaluator: PartProcess | None = None
-        self._examiner = session.examiner(self, self.driver.post)
-        if self._examiner is not None:
-            self.driver.listeners.append(self._examiner)
 
     def stop(self) -> None:
         """Finish the step that is under way, save, and end. Safe to call from a signal."""
         self._asked_to_stop = True
 
     def run(self) -> Ending:
-        """Until the core halts, or the run was asked to stop and has saved."""
-        task = self._session.plan.task
         (self._session.plan.out / "logs").mkdir(exist_ok=True)
-        self._scores = task.score_pool() if task.rewards else None
-        self._episodes = task.environment_pool() if task.has_environment else None
         try:
-            for pool in (self._scores, self._episodes):
-                if pool is not None:
-                    for fd in pool.filenos():
-                        self._selector.register(fd, selectors.EVENT_READ, None)
+            self._open_workers()
+            for pool in self._pools:
+                for fd in pool.filenos():
+                    self._selector.register(fd, selectors.EVENT_READ, None)
             incarnations: dict[InstanceId, int] = {}
             resumed = self._session.plan.resumed
             if resumed is not None:
@@ -107,22 +88,8 @@ class LocalRuntime:
             return self._saver.ending()
         finally:
             self._end_parts()
-            for pool in (self._scores, self._episodes):
-                if pool is not None:
-                    pool.close()
+            self._close_workers()
             self._selector.close()
-
-    @property
-    def _done(self) -> bool:
-        examining = self._examiner is not None and self._examiner.busy
-        return self._saver.done and (self._saver.interrupted or not examining)
-
-    def _asker(self, ticket: int) -> Driver | Examiner:
-        """Who asked for a reward or an environment's answer."""
-        if ticket < FIRST_TICKET:
-            return self.driver
-        assert self._examiner is not None
-        return self._examiner
 
     def _turn(self) -> None:
         """Wait for whatever comes next, and let the driver have it."""
@@ -146,10 +113,7 @@ class LocalRuntime:
         waits = [_LONGEST_WAIT_S]
         if self._timer_at is not None:
             waits.append(self._timer_at - self.now())
-        for pool in (self._scores, self._episodes):
-            due = pool.due_in_s() if pool is not None else None
-            if due is not None:
-                waits.append(due)
+        waits += [due for pool in self._pools if (due := pool.due_in_s()) is not None]
         return max(0.0, min(waits))
 
     def _check_waits(self) -> None:
@@ -233,18 +197,15 @@ class LocalRuntime:
                 self._trainer_ready = True
                 if self._session.plan.resumed is None:
                     self.to_trainer(ms.PublishVersion(0))
-            self.driver.from_trainer(message)
-            self._saver.from_trainer(message)
+            self._from_trainer(message)
             return
         if process is self._evaluator:
-            assert self._examiner is not None
-            self._examiner.from_evaluator(message)
+            self._from_rollout(EVALUATOR, message)
             return
         for instance in self._instances.values():
             if instance.process is process:
                 instance.joined = True
-                self.driver.from_rollout(instance.name, message)
-                self._saver.from_rollout(instance.name, message)
+                self._from_rollout(instance.name, message)
                 return
 
     def _died(self, process: PartProcess) -> None:
@@ -325,15 +286,3 @@ class LocalRuntime:
     def score(self, ticket: int, job: ScoreJob) -> None:
         assert self._scores is not None
         self._scores.submit(ticket, job)
-
-    def open_episode(self, ticket: int, example: dict[str, Any]) -> None:
-        assert self._episodes is not None
-        self._episodes.open(ticket, example)
-
-    def step_episode(self, ticket: int, text: str) -> None:
-        assert self._episodes is not None
-        self._episodes.step(ticket, text)
-
-    def discard_episode(self, ticket: int) -> None:
-        assert self._episodes is not None
-        self._episodes.discard(ticket)
