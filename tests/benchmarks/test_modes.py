@@ -8,6 +8,7 @@ import pytest
 from dora_rl.benchmarks import modes
 from dora_rl.benchmarks.modes import Plan, Reading, Result, Split, measure
 from dora_rl.benchmarks.training import merged, train_once
+from dora_rl.cli.bench import modes as cli_modes
 from dora_rl.core.errors import UserError
 from dora_rl.core.settings import ParadigmName
 from dora_rl.runtime.train import Run, read_config
@@ -107,3 +108,13 @@ def test_paradigms_are_searched_and_measured(monkeypatch: pytest.MonkeyPatch) ->
     assert 0 < result.median(OURS).max_staleness <= 3
     # On a clock that counts steps of engines, not waiting for the tail must pay.
     assert result.ratios()["multi_version/sync"]["tokens_per_s"] > 1
+
+
+def test_the_command_line_has_the_same_defaults() -> None:
+    shown = {option.name: option.default for option in cli_modes.params}
+    plan = Plan()
+    assert shown["groups"] == plan.groups_per_step
+    assert shown["slots"] == ",".join(map(str, plan.slots))
+    assert shown["paradigms"] == ",".join(plan.paradigms)
+    for name in ("steps", "warmup_steps", "rounds", "search_steps", "max_staleness", "group_size"):
+        assert shown[name] == getattr(plan, name), name

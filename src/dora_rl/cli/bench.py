@@ -319,23 +319,23 @@ def trl(
     metavar="NAME,…",
     help="Who is measured.",
 )
-@click.option("--steps", type=int, default=16, show_default=True, help="Train steps of a run.")
+@click.option("--steps", type=int, default=24, show_default=True, help="Train steps of a run.")
 @click.option(
     "--warmup-steps", type=int, default=4, show_default=True, help="Of them, not measured."
 )
 @click.option("--rounds", type=int, default=3, show_default=True, help="Runs of each paradigm.")
 @click.option(
-    "--search-steps", type=int, default=6, show_default=True, help="Steps of a run of the search."
+    "--search-steps", type=int, default=8, show_default=True, help="Steps of a run of the search."
 )
 @click.option("--max-staleness", type=int, default=3, show_default=True, help="K.")
 @click.option(
     "--slots",
-    default="32,64,128",
+    default="64,128,192",
     show_default=True,
     metavar="N,N,…",
     help="Numbers of slots, of all instances together, that the search tries.",
 )
-@click.option("--groups", type=int, default=64, show_default=True, help="Prompts of a step.")
+@click.option("--groups", type=int, default=32, show_default=True, help="Prompts of a step.")
 @click.option(
     "--group-size", type=int, default=4, show_default=True, help="Responses to each prompt."
 )
