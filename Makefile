@@ -76,6 +76,9 @@ bench: $(STAMP) ## measure the orchestrator, the embedded engine and the paradig
 	$(BIN)/dora-rl bench engine --model tiny
 	$(BIN)/dora-rl bench versions --model tiny
 
+test-killing: $(STAMP) ## kill a run at every point where a file changes, and resume it
+	$(BIN)/python -m pytest -n auto -m killing tests/runtime
+
 soak: $(STAMP) ## run the fault storm: make soak SEEDS=10000
 	$(BIN)/python -m tests.soak --seeds $(SEEDS)
 

@@ -41,7 +41,7 @@ def test_without_ours_there_is_nothing_to_compare() -> None:
 
 
 def test_colocated_paradigms_get_every_core_and_the_others_share_them() -> None:
-    plan = Plan(cores=4)
+    plan = Plan(cores=4, slots=(32, 64, 128))
     assert plan.splits(SYNC) == [Split(1, 4, 4, 64), Split(4, 1, 4, 64), Split(4, 1, 1, 64)]
     assert all(s.instances * s.rollout_threads <= 4 for s in plan.splits(OURS))
     assert plan.splits(ParadigmName.ONE_STEP) == plan.splits(OURS)

@@ -297,7 +297,10 @@ def test_a_halted_run(
     ends_as(monkeypatch, replace(finished[1], ending=Ending(False, "no rollout instance")))
     done = call(workshop.write(), "--out", "runs/halted")
     assert done.code == 1
-    assert done.err == "error: the run failed: no rollout instance\n"
+    assert done.err == (
+        "error: the run failed: no rollout instance. "
+        "Resume with: dora-rl train --resume runs/halted\n"
+    )
 
 
 def test_a_broken_promise(
@@ -338,7 +341,7 @@ def test_one_interrupt_saves_and_the_run_can_go_on(
     assert done.code == 130
     assert done.err.splitlines() == [
         "stopping: the step is finished, then all is saved",
-        "stopped; resume with: dora-rl train --resume runs/stopped",
+        "stopped. Resume with: dora-rl train --resume runs/stopped",
     ]
     assert "checkpoint runs/stopped/checkpoints/step-1" in done.out
     assert "step 2/3" not in done.out

@@ -31,6 +31,7 @@ any_event = st.one_of(
     ),
     st.builds(ev.InstanceLeaving, names, wild),
     st.builds(ev.InstanceFailed, names, wild, st.just("wild")),
+    st.builds(ev.InstanceStopped, names, wild),
     st.builds(ev.VersionInstalled, names, wild, wild, st.just("digest-0")),
     st.builds(ev.InstallFailed, names, wild, wild, st.just("wild")),
     st.builds(ev.VersionEvicted, names, wild, wild),

@@ -15,7 +15,7 @@ from dora_rl.core.journal import Record, read_journal
 from dora_rl.core.replay import replay
 from dora_rl.runtime.listening import Listener
 from dora_rl.runtime.messages import Trained
-from dora_rl.runtime.train import Run, execute, prepare, read_config
+from dora_rl.runtime.train import Run, execute, prepare, read_config, resume
 from dora_rl.samples import Sample
 from dora_rl.store.rundir import JOURNAL, JournalFile
 
@@ -128,8 +128,14 @@ def children() -> list[psutil.Process]:
 
 
 def main(model: str, out: str, sections: str) -> None:
-    """A run in a process of its own: `python -m tests.runtime.harness MODEL OUT SECTIONS`."""
-    ended = run(Path(model), Path(out), **json.loads(sections))
+    """A run in a process of its own: `python -m tests.runtime.harness MODEL OUT SECTIONS`.
+
+    It goes on where the sections are `resume`.
+    """
+    if sections == "resume":
+        ended = execute(resume(out, prompts=PROMPTS))
+    else:
+        ended = run(Path(model), Path(out), **json.loads(sections))
     assert "torch" not in sys.modules, "a driver needs none, and it takes seconds to load"
     print(json.dumps({"ok": ended.ok, "interrupted": ended.ending.interrupted}))
 

@@ -189,7 +189,7 @@ def test_what_always_fails_ends_the_run(
 def test_a_checkpoint_that_cannot_be_written_is_no_success(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Faults(monkeypatch, "save", OSError(28, "No space left on device"), -1)
+    Faults(monkeypatch, "begin_save", OSError(28, "No space left on device"), -1)
     with pytest.raises(RunFailed, match=r"step-1`.*No space left"):
         run(model, tmp_path / "run", run={"steps": 1})
 

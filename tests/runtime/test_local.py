@@ -7,20 +7,31 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from dora_rl.core.commands import Command
+from dora_rl.core.audit import audit_journal
+from dora_rl.core.commands import Command, Score, Start
+from dora_rl.core.errors import UserError
 from dora_rl.core.events import Event, InstanceFailed, InstanceJoined, TrajectoryFinished
-from dora_rl.runtime.errors import RunFailed
-from dora_rl.runtime.leftover import RESUME_FILE
+from dora_rl.core.replay import replay
 from dora_rl.runtime.listening import Listener
 from dora_rl.runtime.train import execute, resume
-from tests.runtime.harness import PROMPTS, assert_sound, children, records, run, trained
+from dora_rl.store.ledger import Ledger
+from dora_rl.store.rundir import LEDGER
+from tests.runtime.harness import (
+    PROMPTS,
+    assert_sound,
+    children,
+    journal,
+    records,
+    run,
+    trained,
+)
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 120.0  # the machine may be busy with others' tests
@@ -40,28 +51,40 @@ def nobody_is_left_behind() -> Iterator[None]:
     assert {child.pid for child in children()} <= before
 
 
-def part(name: str) -> psutil.Process:
-    """The part that writes this log."""
-    (found,) = [
-        child
-        for child in children()
-        if os.readlink(f"/proc/{child.pid}/fd/1").endswith(f"/{name}.log")
-    ]
+def parts(name: str) -> list[psutil.Process]:
+    """The part that writes this log, if it is there."""
+    found = []
+    for child in children():
+        with suppress(FileNotFoundError):
+            if os.readlink(f"/proc/{child.pid}/fd/1").endswith(f"/{name}.log"):
+                found.append(child)
     return found
 
 
 class Killer(Listener):
-    """Kills a part in the middle of the run."""
+    """Kills a part in the middle of the run, or stops it; with `again`, each that follows."""
 
-    def __init__(self, name: str, after: int = 3) -> None:
+    def __init__(
+        self,
+        name: str,
+        after: int = 3,
+        how: signal.Signals = signal.SIGKILL,
+        *,
+        again: bool = False,
+    ) -> None:
         self.name = name
         self.left = after
+        self.how = how
+        self.again = again
+        self.killed = 0
 
     def observed(self, now: float, event: Event, commands: Sequence[Command]) -> None:
-        if isinstance(event, TrajectoryFinished):
-            self.left -= 1
-            if self.left == 0:
-                part(self.name).kill()
+        self.left -= isinstance(event, TrajectoryFinished)
+        if self.left <= 0 and (self.again or not self.killed):
+            for found in parts(self.name):
+                if found.pid != self.killed:
+                    self.killed = found.pid
+                    found.send_signal(self.how)
 
 
 def test_a_run_in_processes(model: Path, tmp_path: Path) -> None:
@@ -91,18 +114,63 @@ def test_a_rollout_process_that_is_killed_is_replaced(model: Path, tmp_path: Pat
     assert ended.audit.failed == 0
 
 
-def test_a_trainer_that_is_killed_ends_the_run(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(RunFailed, match=r"the trainer ended with signal SIGKILL.*trainer\.log"):
-        run(model, tmp_path / "run", Killer("trainer"), **ALONE)
-    assert "SIGKILL" in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()[-1]
+@pytest.mark.parametrize("checkpoint_every", [1, None])
+def test_a_trainer_that_is_killed_is_replaced(
+    checkpoint_every: int | None, model: Path, tmp_path: Path
+) -> None:
+    """By one that takes the steps since the last checkpoint again, to the same weights."""
+    sections = {**ALONE, "run": {"steps": 4, "checkpoint_every": checkpoint_every}}
+    killer = Killer("trainer", after=9)
+    ended = run(model, tmp_path / "run", killer, **sections)
+    assert killer.killed
+    assert_sound(ended)
+    assert [record.step for record in ended.steps] == list(range(4))
+
+
+def test_a_trainer_that_dies_again_and_again_ends_the_run(model: Path, tmp_path: Path) -> None:
+    core = {"groups_per_step": 2, "group_size": 2, "max_train_attempts": 1}
+    killer = Killer("trainer", after=5, again=True)
+    ended = run(model, tmp_path / "run", killer, **{**ALONE, "orchestration": core})
+    assert not ended.ending.ok and "SIGKILL" in ended.ending.reason
+    assert ended.audit.ok
+    assert_sound(execute(resume(tmp_path / "run", prompts=PROMPTS)))
+
+
+def test_a_trainer_that_hangs_is_replaced(model: Path, tmp_path: Path) -> None:
+    sections = {**ALONE, "runtime": {**ALONE["runtime"], "train_silence_s": 4.0}}
+    killer = Killer("trainer", after=5, how=signal.SIGSTOP)
+    assert_sound(run(model, tmp_path / "run", killer, **sections))
+
+
+def test_a_rollout_process_that_hangs_is_replaced_and_its_work_goes_on(
+    model: Path, tmp_path: Path
+) -> None:
+    sections = {
+        **ALONE,
+        "rollout": {"slots": 8, "max_tokens": 200, "stop": None},
+        "orchestration": {"groups_per_step": 2, "group_size": 2, "heartbeat_timeout_s": 3.0},
+        "run": {"steps": 2, "save_every_s": 0.02},
+    }
+    killer = Killer("rollout-0", after=2, how=signal.SIGSTOP)
+    ended = run(model, tmp_path / "run", killer, **sections)
+    assert_sound(ended)
+    found = records(ended.directory)
+    joined = [r.event.incarnation for r in found if isinstance(r.event, InstanceJoined)]
+    assert joined == [0, 1]
+    starts = [c for r in found for c in r.commands if isinstance(c, Start)]
+    assert any(start.prefix_tokens > 0 for start in starts), "all was written again"
 
 
 # A driver in a process of its own
 
 
 @contextmanager
-def driver(model: Path, out: Path, steps: int) -> Iterator[subprocess.Popen[str]]:
-    sections = json.dumps({**ALONE, "run": {"steps": steps, "out": str(out)}})
+def driver(
+    model: Path, out: Path, steps: int, *, again: bool = False
+) -> Iterator[subprocess.Popen[str]]:
+    """With `again`, the run is resumed."""
+    run = {"steps": steps, "out": str(out), "checkpoint_every": 5}
+    sections = "resume" if again else json.dumps({**ALONE, "run": run})
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.runtime.harness", str(model), str(out), sections],
         cwd=ROOT,
@@ -138,7 +206,6 @@ def test_an_interrupted_run_goes_on(model: Path, tmp_path: Path) -> None:
         said, complaints = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, complaints
     assert json.loads(said) == {"ok": True, "interrupted": True}
-    assert (out / RESUME_FILE).is_file()
     before = trained(out)
     assert 0 < len(before) < 8 * 4
     ended = execute(resume(out, prompts=PROMPTS))
@@ -146,7 +213,41 @@ def test_an_interrupted_run_goes_on(model: Path, tmp_path: Path) -> None:
     after = trained(out)
     assert after[: len(before)] == before
     assert [step for step, _, _ in after] == [step for step in range(8) for _ in range(4)]
-    assert not (out / RESUME_FILE).exists()
+    with pytest.raises(UserError, match="nothing to resume"):
+        resume(out, prompts=PROMPTS)
+
+
+def test_a_killed_run_goes_on(model: Path, tmp_path: Path) -> None:
+    """Again and again; what was complete and committed is never generated twice."""
+    out = tmp_path / "run"
+    complete: set[int] = set()
+    with driver(model, out, steps=12) as process:
+        wait_for(lambda: has_trained(out), process)
+        process.kill()
+    for _ in range(2):
+        assert audit_journal(journal(out).lines()).ok  # a killed run can be audited
+        assert replay(journal(out).lines()).ok
+        with Ledger.read(out / LEDGER) as ledger:
+            states = {row.trajectory: row.state for row in ledger.trajectories()}
+        complete |= {t for t, s in states.items() if s in ("generated", "scored", "trained")}
+        steps = len(trained(out))
+        with driver(model, out, steps=12, again=True) as process:
+            wait_for(lambda: len(trained(out)) > steps, process)  # noqa: B023
+            process.kill()
+    before = trained(out)
+    ended = execute(resume(out, prompts=PROMPTS))
+    assert_sound(ended)
+    after = trained(out)
+    assert after[: len(before)] == before
+    assert [step for step, _, _ in after] == [step for step in range(12) for _ in range(4)]
+    assert [record.step for record in ended.steps] == list(range(12))
+    finished: dict[int, int] = {}
+    for record in records(out):
+        for command in record.commands:
+            if isinstance(command, Score):
+                finished[command.trajectory] = finished.get(command.trajectory, 0) + 1
+            if isinstance(command, Start) and command.trajectory in complete:
+                assert command.trajectory not in finished, "generated twice"
 
 
 def test_no_part_outlives_its_driver(model: Path, tmp_path: Path) -> None:

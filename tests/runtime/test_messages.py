@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from dora_rl.core import commands as cm
 from dora_rl.core import events as ev
+from dora_rl.core.codec import encode_event
 from dora_rl.core.types import BatchGroup, Length, Move, Placement, Segment
 from dora_rl.runtime import messages as ms
 from dora_rl.samples import Sample, Span, Trajectory
@@ -30,7 +31,15 @@ Moves = some(st.builds(Move, Ids, Ids, Ids))
 Lengths = some(st.builds(Length, Ids, Ids, Ids))
 Groups = some(st.builds(BatchGroup, Ids, Ids, some(Ids)))
 Logprobs = some(Finite)
-Prefixes = st.builds(ms.Prefix, Ids, Tokens, Logprobs, Segments, Spans, Ids)
+Prefixes = st.builds(
+    ms.Prefix,
+    trajectory=Ids,
+    fence=Ids,
+    start=Ids,
+    tokens=Tokens,
+    logprobs=Logprobs,
+    segments=Segments,
+)
 Trajectories = st.builds(
     Trajectory,
     trajectory=Ids,
@@ -99,15 +108,18 @@ BUILDS: dict[type, st.SearchStrategy[Any]] = {
     ms.Finished: st.builds(ms.Finished, Ids, Trajectories),
     ms.TurnEnded: st.builds(ms.TurnEnded, Ids, Ids, Ids, Tokens, Ids),
     ms.HandedOver: st.builds(ms.HandedOver, Ids, Placements, Failure),
-    ms.Prefixes: st.builds(ms.Prefixes, some(Prefixes)),
+    ms.Prefixes: st.builds(ms.Prefixes, some(Prefixes), Events.map(encode_event)),
     ms.Used: st.builds(ms.Used, Finite, Finite, Ids, Ids, Ids, Ids),
     ms.TrainOn: st.builds(ms.TrainOn, Ids, some(Ids), some(Samples)),
+    ms.Redo: st.builds(ms.Redo, Ids, some(Ids), some(Samples)),
     ms.PublishVersion: st.builds(ms.PublishVersion, Ids),
     ms.Save: st.builds(ms.Save, Texts),
     ms.TrainerReady: st.builds(ms.TrainerReady),
+    ms.Progressed: st.builds(ms.Progressed),
     ms.Trained: st.builds(ms.Trained, Ids, Ids, Finite, Parts),
     ms.Rejected: st.builds(ms.Rejected, Ids, some(Ids), Texts, some(Ids)),
     ms.TrainingFailed: st.builds(ms.TrainingFailed, Ids, Texts),
+    ms.Redone: st.builds(ms.Redone, Ids, Failure),
     ms.Published: st.builds(ms.Published, Ids, Texts, Finite),
     ms.NotPublished: st.builds(ms.NotPublished, Ids, Texts),
     ms.Saved: st.builds(ms.Saved, Texts, Failure),
@@ -125,7 +137,7 @@ def test_a_message_arrives_as_it_was_sent(message: ms.Message) -> None:
     assert type(arrived) is type(message)
     assert ms.encode(arrived) == ms.encode(message)
     # What travels encoded has lists for tuples; the tests below decode it.
-    assert arrived == message or isinstance(message, ms.Perform | ms.Reported)
+    assert arrived == message or isinstance(message, ms.Perform | ms.Reported | ms.Prefixes)
 
 
 @given(Commands)

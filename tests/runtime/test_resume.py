@@ -13,10 +13,10 @@ from dora_rl.core.errors import UserError
 from dora_rl.core.events import Event, TrajectoryFinished, WeightsPublished
 from dora_rl.core.replay import replay
 from dora_rl.runtime.inline import InlineRuntime
-from dora_rl.runtime.leftover import RESUME_FILE
 from dora_rl.runtime.listening import Listener
 from dora_rl.runtime.session import Ending, Session
 from dora_rl.runtime.train import Run, execute, prepare, read_config, resume
+from dora_rl.store.rundir import LEDGER
 from tests.runtime.harness import (
     PROMPTS,
     REWARDS,
@@ -98,7 +98,6 @@ MOMENTS: dict[str, Callable[[], Moment]] = {
 def test_a_stopped_run_goes_on(moment: str, model: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     stopped(plan_of(model, out), MOMENTS[moment]())
-    assert (out / RESUME_FILE).is_file()
     assert audit_journal(journal(out).lines()).ok
     assert replay(journal(out).lines()).ok
     first, before = lines(out), trained(out)
@@ -113,8 +112,7 @@ def test_a_stopped_run_goes_on(moment: str, model: Path, tmp_path: Path) -> None
     for step, version, trajectory in after:
         assert 0 <= step - version <= 2
         assert issued.get(trajectory, version) == version  # it kept its version, and so its age
-    steps = [record.step for record in ended.steps]
-    assert steps == list(range(STEPS))[-len(steps) :]
+    assert [record.step for record in ended.steps] == list(range(STEPS))
 
 
 def versions(directory: Path) -> dict[int, int]:
@@ -199,21 +197,21 @@ def edit(file: Path, old: str, new: str) -> None:
     file.write_text(text.replace(old, new, 1))
 
 
-def cut(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-7])
+def cut(file: Path, count: int = 7) -> None:
+    file.write_bytes(file.read_bytes()[:-count])
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "not stopped": (lambda out: (out / RESUME_FILE).unlink(), RESUME_FILE),
+    "no ledger": (lambda out: (out / LEDGER).unlink(), LEDGER),
     "not a run": (lambda out: (out / "config.toml").unlink(), "not a run"),
-    "broken leftover": (lambda out: cut(out / RESUME_FILE), RESUME_FILE),
+    "cut ledger": (lambda out: cut(out / LEDGER, 5000), LEDGER),
     "no checkpoint": (lambda out: shutil.rmtree(out / "checkpoints/step-2"), "step-2"),
     "cut checkpoint": (
         lambda out: cut(next((out / "checkpoints/step-2/trainer").rglob("model.safetensors"))),
         "step-2",
     ),
     "no journal": (lambda out: (out / "journal.jsonl").unlink(), "journal.jsonl"),
-    "cut journal": (lambda out: cut(out / "journal.jsonl"), "journal.jsonl"),
+    "cut journal": (lambda out: cut(out / "journal.jsonl", 500), "journal.jsonl"),
     "altered journal": (
         lambda out: edit(
             out / "journal.jsonl", '"TrajectoryFinished",0,', '"TrajectoryFinished",1,'
@@ -226,17 +224,22 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "altered algorithm": (
         lambda out: edit(out / "config.toml", "learning_rate = 0.01", "learning_rate = 0.02"),
-        "train.learning_rate was `0.01` and is `0.02`",
+        "train.learning_rate: was `0.01`, is `0.02`",
     ),
     "altered rollout": (
         lambda out: edit(out / "config.toml", "max_tokens = 40", "max_tokens = 50"),
-        "rollout.max_tokens was `40` and is `50`",
+        "rollout.max_tokens: was `40`, is `50`",
     ),
     "altered seed": (
         lambda out: edit(out / "config.toml", "seed = 0", "seed = 1"),
-        "run.seed was `0` and is `1`",
+        "run.seed: was `0`, is `1`",
     ),
 }
+
+
+def names(run: Path) -> set[str]:
+    """But for the files that SQLite makes beside a database that it reads."""
+    return {path.name for path in run.iterdir() if not path.name.startswith(f"{LEDGER}-")}
 
 
 @pytest.mark.parametrize("name", DAMAGE)
@@ -247,12 +250,12 @@ def test_a_damaged_run_is_refused_and_left_as_it_was(name: str, left: Path, tmp_
     damage(out)
     book = out / "journal.jsonl"
     before = book.read_bytes() if book.exists() else None
-    files = {path.name for path in out.iterdir()}
+    files = names(out)
     with pytest.raises(UserError) as refusal:
         go_on(out)
     assert said in str(refusal.value), refusal.value
     assert (book.read_bytes() if book.exists() else None) == before
-    assert {path.name for path in out.iterdir()} == files
+    assert names(out) == files
 
 
 def test_a_refused_run_can_still_be_resumed(left: Path, tmp_path: Path) -> None:
@@ -268,11 +271,17 @@ def test_a_refused_run_can_still_be_resumed(left: Path, tmp_path: Path) -> None:
     assert_sound(go_on(out))
 
 
-def test_other_prompts_are_refused(left: Path, tmp_path: Path) -> None:
+def test_other_prompts_are_refused_unless_accepted(left: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     shutil.copytree(left, out)
-    with pytest.raises(UserError, match="prompts"):
-        execute(resume(out, prompts=[{"prompt": "something else", "turns": 1}]))
+    others = [{"prompt": "something else", "turns": 1}]
+    with pytest.raises(UserError, match="prompts: the prompts changed"):
+        resume(out, prompts=others)
+    with pytest.raises(UserError, match="--accept-changed prompts"):
+        resume(out, prompts=others, accept_changed=["reward"])
+    with pytest.raises(UserError, match="`seed`"):
+        resume(out, prompts=others, accept_changed=["seed"])
+    assert_sound(execute(resume(out, prompts=others, accept_changed=["prompts"])))
 
 
 def test_a_run_that_has_ended_has_nothing_to_resume(model: Path, tmp_path: Path) -> None:
@@ -287,3 +296,19 @@ def test_a_resumed_run_that_has_ended_has_nothing_to_resume(left: Path, tmp_path
     go_on(out)
     with pytest.raises(UserError, match="nothing to resume"):
         resume(out, prompts=PROMPTS)
+
+
+def test_a_secret_is_written_nowhere_and_given_again(model: Path, tmp_path: Path) -> None:
+    secret = "sk-live-0123456789abcdefABCDEF"
+    out = tmp_path / "run"
+    task = {"eval_options": {"api_key": secret}}
+    stopped(plan_of(model, out, task=task), published(2))
+    for file in (path for path in out.rglob("*") if path.is_file()):
+        assert secret.encode() not in file.read_bytes(), file
+    with pytest.raises(UserError, match=r"--set task\.eval_options\.api_key=") as refusal:
+        resume(out, prompts=PROMPTS)
+    assert secret not in str(refusal.value)
+    with pytest.raises(UserError, match=r"no --set of `run\.seed`"):
+        resume(out, prompts=PROMPTS, secrets=["run.seed=3"])
+    again = [f'task.eval_options.api_key="{secret}"']
+    assert_sound(execute(resume(out, prompts=PROMPTS, secrets=again)))

@@ -213,10 +213,10 @@ def test_a_restart_from_a_prefix_is_the_same_trajectory(root: Path, after: int) 
     part = Part(root)
     part.tell(begin(name, 10))
     part.step(after)
-    reported, prefixes = part.tell(ms.SavePrefixes())
-    assert isinstance(reported, ms.Reported) and isinstance(prefixes, ms.Prefixes)
+    (prefixes,) = part.tell(ms.SavePrefixes())
+    assert isinstance(prefixes, ms.Prefixes)
     saved = (Length(name, 10, after),)
-    event = reported.event
+    event = prefixes.event
     assert isinstance(event, ev.InstanceProgressed)
     assert event.saved == event.lengths == saved
     (prefix,) = prefixes.prefixes
@@ -225,6 +225,30 @@ def test_a_restart_from_a_prefix_is_the_same_trajectory(root: Path, after: int) 
     other.tell(begin(name, 11, prefix=prefix))
     other.run()
     assert other.one(name) == alone(root, begin(name, 10))
+
+
+@pytest.mark.parametrize("pieces", [(1, 1, 1), (2, 3), (1, 4, 2)])
+def test_prefixes_come_in_pieces(root: Path, pieces: tuple[int, ...]) -> None:
+    total = sum(pieces)
+    name = next(n for n in range(100) if len(alone(root, begin(n, 10)).tokens) > total)
+    part = Part(root)
+    part.tell(begin(name, 10))
+    whole: ms.Prefix | None = None
+    for piece in pieces:
+        part.step(piece)
+        (prefixes,) = part.tell(ms.SavePrefixes())
+        assert isinstance(prefixes, ms.Prefixes)
+        (prefix,) = prefixes.prefixes
+        assert len(prefix.tokens) == piece
+        whole = prefix if whole is None else prefix.after(whole)
+    assert whole is not None
+    (nothing,) = part.tell(ms.SavePrefixes())
+    assert isinstance(nothing, ms.Prefixes) and nothing.prefixes == ()
+    for kept in (total, pieces[0]):  # what the core knows of may be less than the driver has
+        other = Part(root, 1)
+        other.tell(begin(name, 11, prefix=whole.cut(kept)))
+        other.run()
+        assert other.one(name) == alone(root, begin(name, 10))
 
 
 def test_only_what_can_be_gone_on_with_is_saved(root: Path) -> None:

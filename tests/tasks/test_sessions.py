@@ -68,7 +68,7 @@ def test_sessions_spread_over_the_workers() -> None:
             pool.open(ticket, {"n": 1})
         replies(pool, 7)
         for ticket in range(8):
-            pool.step(ticket, "pid")
+            pool.step(ticket, "who")
         homes = [reply.observation for reply in replies(pool, 8).values()]
     assert sorted(homes.count(home) for home in set(homes)) in ([4, 4], [3, 5])
 
@@ -118,7 +118,7 @@ def test_neighbours_learn_that_it_was_not_their_fault(what: str, why: str) -> No
         for ticket in range(4):
             pool.open(ticket, {"n": 9})
         replies(pool, 4)
-        homes = {ticket: say(pool, ticket, "pid").observation for ticket in range(4)}
+        homes = {ticket: say(pool, ticket, "who").observation for ticket in range(4)}
         victims = {t for t in homes if homes[t] == homes[0]}
         pool.step(0, what)
         for neighbour in victims - {0}:

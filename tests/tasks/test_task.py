@@ -1,5 +1,6 @@
 """A task as a whole: from settings or objects to prompts, tokens, scores and sessions."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -150,13 +151,13 @@ def test_rewards_in_every_form() -> None:
     assert reward_parts(None) == ()
 
 
-def test_the_fingerprint_tells_tasks_apart(tmp_path: Path) -> None:
+def test_fingerprints_tell_tasks_apart(tmp_path: Path) -> None:
     model = make_directory(tmp_path / "a")
     other = make_directory(tmp_path / "b", template=None)
 
     def fingerprint(directory: Path | None = model, reward: Any = "exact", **how: Any) -> str:
         how.setdefault("prompts", ROWS)
-        return open_task(directory, reward=reward, **how).fingerprint
+        return str(open_task(directory, reward=reward, **how).fingerprints)
 
     assert fingerprint() == fingerprint(reward_timeout_s=1.0, seed=3)
     different = [
@@ -171,6 +172,23 @@ def test_the_fingerprint_tells_tasks_apart(tmp_path: Path) -> None:
         fingerprint(system="be brief"),
     ]
     assert len(set(different)) == len(different)
+
+
+def test_a_reward_with_other_code_is_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tmp_path / "a_reward_of_mine.py"
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def fingerprints(code: str) -> dict[str, str]:
+        module.write_text(f"def reward(response, example):\n    return {code}\n")
+        importlib.invalidate_caches()
+        return open_task(None, reward="a_reward_of_mine:reward", prompts=ROWS).fingerprints
+
+    before, after = fingerprints("1.0"), fingerprints("2.0")
+    assert before["reward"] != after["reward"]
+    assert {**before, "reward": ""} == {**after, "reward": ""}
+    assert fingerprints("1.0") == before
 
 
 def test_names_lead_to_objects_and_back() -> None:

@@ -89,3 +89,22 @@ def opened(
 def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     """A copy of the weights as they are."""
     return {name: tensor.clone() for name, tensor in trainer._replica.published().items()}
+
+
+def all_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """A copy of all that a step changes: float32 weights, value head, moments and counts."""
+    replica = trainer._replica
+    counts = torch.tensor([replica.step, replica._optimizer.count])
+    tensors = {**dict(replica.policy.named_parameters()), **replica._optimizer.state()}
+    return {"counts": counts} | {name: t.detach().clone() for name, t in tensors.items()}
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    """The same names and bits."""
+
+    def bits(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.reshape(-1).view(torch.uint8)
+
+    return left.keys() == right.keys() and all(
+        torch.equal(bits(left[name]), bits(right[name])) for name in left
+    )

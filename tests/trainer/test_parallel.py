@@ -11,7 +11,7 @@ import torch
 
 from dora_rl.trainer import parallel
 from dora_rl.trainer.errors import FollowerDied, StepRejected
-from dora_rl.trainer.parallel import Followers, Publish, Save, Train, receive, send
+from dora_rl.trainer.parallel import Followers, Publish, Restore, Save, Train, receive, send
 from dora_rl.trainer.trainer import Trainer
 from dora_rl.weights.store import WeightStore
 from tests.models.random_models import make_model
@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_commands_come_through_the_pipe() -> None:
     pipe = io.BytesIO()
-    commands = [Train(batch_of(1)), Publish(), Save("somewhere")]
+    commands = [Train(batch_of(1)), Publish(), Restore("somewhere"), Save()]
     for command in commands:
         send(pipe, command)
     data = pipe.getvalue()
@@ -58,7 +58,11 @@ def three_steps(trainer: Trainer, saved: Path) -> None:
     trainer.publish(2)
     trainer.train(2, batch_of(2, version=1))
     trainer.publish(3)
-    trainer.save(saved)
+    saving = trainer.begin_save(saved)
+    # Goes on meanwhile; what is saved is from before.
+    trainer.train(3, batch_of(33, version=1))
+    saving.wait()
+    saving.check()
 
 
 @pytest.mark.slow

@@ -111,10 +111,10 @@ def test_a_step_asked_for_again_is_not_taken_again(model: Path, tmp_path: Path) 
             trainer.train(0, batch_of(1))
 
 
-def poisoned(samples: tuple[Sample, ...], group: int) -> tuple[Sample, ...]:
+def poisoned(samples: tuple[Sample, ...], group: int, reward: float = 3e38) -> tuple[Sample, ...]:
     """One reward so large that the loss is no number; it passes every check before."""
     return tuple(
-        msgspec.structs.replace(s, reward=3e38 if s.trajectory.group == group else s.reward)
+        msgspec.structs.replace(s, reward=reward if s.trajectory.group == group else s.reward)
         for s in samples
     )
 
@@ -260,6 +260,39 @@ def test_the_reference_is_the_initial_policy(model: Path, tmp_path: Path) -> Non
         first = trainer.train(0, batch_of(0)).metrics["reference_kl_mean"]
         assert first == pytest.approx(0, abs=1e-9)
         assert trainer.train(1, batch_of(1)).metrics["reference_kl_mean"] > 1e-6
+
+
+@pytest.mark.parametrize(
+    ("settings", "passes"),
+    [
+        ({}, 1),
+        ({"minibatches": 3}, 1),
+        ({"algorithm": {"preset": "ppo", "kl": "k3"}}, 3),  # values and the reference first
+        ({"behaviour": "recompute"}, 2),
+    ],
+    ids=str,
+)
+def test_progress_is_told_after_every_pass_and_around_updates(
+    model: Path, tmp_path: Path, settings: dict[str, Any], passes: int
+) -> None:
+    with opened(model, tmp_path, token_budget=1, **settings) as trainer:
+        trainer.publish(0)
+        ticks = []
+        trainer.progress = lambda: ticks.append(trainer.step)
+        report = trainer.train(0, batch_of(0))
+    # Each of the 12 samples is a micro-batch; one version is loaded to recompute with it.
+    loads = int("behaviour" in settings)
+    assert ticks == [0] * (12 * passes + 2 * report.updates + loads)
+
+
+def test_progress_is_told_between_the_tensors_of_a_checkpoint(model: Path, tmp_path: Path) -> None:
+    with opened(model, tmp_path / "store") as trainer:
+        trainer.train(0, batch_of(0))
+        for action in (trainer.save, trainer.restore):
+            ticks = []
+            trainer.progress = lambda ticks=ticks: ticks.append(1)
+            action(tmp_path / "saved")
+            assert len(ticks) >= len(dict(trainer._replica.policy.named_parameters()))
 
 
 def test_greedy_sampling_cannot_be_trained(model: Path, tmp_path: Path) -> None:

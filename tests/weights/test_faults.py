@@ -1,7 +1,9 @@
 """Publishing and deleting when the disk, the process or another process comes in between."""
 
 import errno
+import inspect
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -35,8 +37,8 @@ class FaultyOS:
     `early` fails instead of acting, `late` after acting, and `crash` is the last of all calls.
     """
 
-    def __init__(self, fail_at: int = 0, how: str = "early") -> None:
-        self.fail_at, self.how = fail_at, how
+    def __init__(self, fail_at: int = 0, how: str = "early", error: int = errno.ENOSPC) -> None:
+        self.fail_at, self.how, self.error = fail_at, how, error
         self.calls: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -59,17 +61,23 @@ class FaultyOS:
                         result.close()
             if self.how == "crash":
                 raise Crash
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(self.error, os.strerror(self.error))
 
         return call
 
 
 @contextmanager
-def faulty(fail_at: int = 0, how: str = "early") -> Iterator[FaultyOS]:
+def faulty(fail_at: int = 0, how: str = "early", error: int = errno.ENOSPC) -> Iterator[FaultyOS]:
     with pytest.MonkeyPatch.context() as patch:
-        system = FaultyOS(fail_at, how)
+        system = FaultyOS(fail_at, how, error)
         patch.setattr(disk, "os", system)
         yield system
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of files are synced here, and none has to survive a power failure."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
 def fresh(path: Path) -> WeightStore:
@@ -118,20 +126,36 @@ def test_a_publication_syncs_all_it_wrote_before_the_rename(tmp_path: Path) -> N
     assert "fsync" in calls[rename:]
 
 
+def test_every_call_to_the_disk_is_counted(tmp_path: Path) -> None:
+    """What the faults below cover: whatever else `disk` calls must be added to `CALLS`."""
+    used = set(re.findall(r"\bos\.([a-z_]+)\(", inspect.getsource(disk)))
+    assert used == CALLS
+    assert {"write", "fsync", "rename", "mkdir"} <= set(count(tmp_path / "a", publish))
+    deleting = set(count(tmp_path / "b", lambda store: store.delete(1)))
+    assert {"rename", "fsync", "unlink", "rmdir"} <= deleting
+
+
+ERRORS = {"full": errno.ENOSPC, "broken": errno.EIO}
+FIXES = {errno.ENOSPC: "Free space", errno.EIO: "Check this disk"}
+
+
+@pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
 @pytest.mark.parametrize("how", ["early", "late"])
-def test_a_publication_that_fails_anywhere_leaves_nothing(tmp_path: Path, how: str) -> None:
+def test_a_publication_that_fails_anywhere_leaves_nothing(
+    tmp_path: Path, how: str, error: int
+) -> None:
     total = len(count(tmp_path / "count", publish))
     assert total > 30
     failed = 0
     for fail_at in range(1, total + 1):
         store = fresh(tmp_path / f"store-{fail_at}")
-        with faulty(fail_at, how) as system:
+        with faulty(fail_at, how, error) as system:
             try:
                 publish(store)
-            except WeightsError as error:
+            except WeightsError as told:
                 failed += 1
-                assert "`" + str(store.root) in str(error)
-                assert "Free space" in str(error)
+                assert "`" + str(store.root) in str(told)
+                assert os.strerror(error) in str(told) and FIXES[error] in str(told)
                 assert store.versions() == [1], (fail_at, system.calls[fail_at - 1])
             else:
                 # Only closing the lock, which holds nothing, may fail in silence.
@@ -154,18 +178,43 @@ def test_a_process_that_dies_anywhere_leaves_nothing_half(tmp_path: Path) -> Non
         check_recovers(store)
 
 
+@pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
+def test_publishing_again_changes_nothing_wherever_it_fails(tmp_path: Path, error: int) -> None:
+    def again(store: WeightStore) -> None:
+        store.publish(1, weights(1))
+
+    total = len(count(tmp_path / "count", again))
+    store = fresh(tmp_path / "store")
+    before = (store.path(1) / "manifest.json").read_bytes()
+    for fail_at in range(1, total + 1):
+        with faulty(fail_at, error=error):
+            try:
+                again(store)
+            except WeightsError as told:
+                assert FIXES[error] in str(told)
+        check_sound(store)
+        assert (store.path(1) / "manifest.json").read_bytes() == before
+    assert store.versions() == [1]
+    check_recovers(store)
+
+
+@pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
 @pytest.mark.parametrize("how", ["early", "late", "crash"])
-def test_a_deletion_that_fails_anywhere_leaves_nothing_half(tmp_path: Path, how: str) -> None:
+def test_a_deletion_that_fails_anywhere_leaves_nothing_half(
+    tmp_path: Path, how: str, error: int
+) -> None:
     total = len(count(tmp_path / "count", lambda store: store.delete(1)))
     assert total > 8
     for fail_at in range(1, total + 1):
         store = fresh(tmp_path / f"store-{fail_at}")
         publish(store)
-        with faulty(fail_at, how) as system:
+        with faulty(fail_at, how, error) as system:
             try:
                 store.delete(1)
-            except (Crash, WeightsError):
+            except Crash:
                 pass
+            except WeightsError as told:
+                assert os.strerror(error) in str(told) and FIXES[error] in str(told)
             else:  # it was renamed in spite of the error: another process might have done it
                 assert (how, system.calls[fail_at - 1]) == ("late", "rename")
                 assert store.versions() == [2]

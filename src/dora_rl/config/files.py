@@ -10,6 +10,7 @@ from typing import Any
 import tomli_w
 from pydantic import TypeAdapter
 
+from dora_rl.config.redaction import REDACTED, looks_secret, names_secret, names_token, redacted
 from dora_rl.config.text import file_name, one_line, show
 from dora_rl.core.errors import UserError
 
@@ -69,21 +70,30 @@ def _parse_override(override: str) -> tuple[list[str], Any]:
     path = [part.strip() for part in key.split(".")]
     text = text.strip()
     if not equals:
-        raise UserError(f"--set needs a key and a value: {show(override)}. {_SET_FORM}")
+        raise UserError(f"--set needs a key and a value: {_shown(override)}. {_SET_FORM}")
     if not all(_KEY.fullmatch(part) for part in path):
-        raise UserError(f"--set has a malformed key: {show(override)}. {_SET_FORM}")
+        raise UserError(f"--set has a malformed key: {_shown(override)}. {_SET_FORM}")
     if not text:
         raise UserError(
-            f"--set has no value: {show(override)}. "
+            f"--set has no value: {_shown(override)}. "
             f"Write --set {key.strip()}='\"\"' for an empty string."
         )
     if not text.isprintable():
-        raise UserError(f"--set has an unprintable value: {show(override)}. {_SET_FORM}")
+        raise UserError(f"--set has an unprintable value: {_shown(override)}. {_SET_FORM}")
     try:
         # Only one line gets here, so the literal cannot smuggle in a second key.
         return path, tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
         return path, text
+
+
+def _shown(override: str) -> str:
+    """An override for a message: without its value, where that is a secret."""
+    key, equals, text = override.partition("=")
+    words = _KEY.findall(override)  # also of the value, which may be a table with keys of its own
+    if looks_secret(text) or any(names_secret(word) or names_token(word) for word in words):
+        return show(f"{key}={REDACTED}" if equals else REDACTED)
+    return show(override)
 
 
 def _set(data: dict[str, Any], path: list[str], value: Any, override: str) -> None:
@@ -99,11 +109,11 @@ def _set(data: dict[str, Any], path: list[str], value: Any, override: str) -> No
         elif isinstance(node, list):
             raise UserError(
                 f"--set {'.'.join(path[:depth])} has {len(node)} entries, counted from 0: "
-                f"{show(override)}. Use an index below {len(node)}, or set the whole list."
+                f"{_shown(override)}. Use an index below {len(node)}, or set the whole list."
             )
         else:
             raise UserError(
-                f"--set {'.'.join(path[:depth])} is a value, not a section: {show(override)}. "
+                f"--set {'.'.join(path[:depth])} is a value, not a section: {_shown(override)}. "
                 f"Use --set {'.'.join(path[:depth])}=value."
             )
         if last:
@@ -112,10 +122,11 @@ def _set(data: dict[str, Any], path: list[str], value: Any, override: str) -> No
             node = node[key]
 
 
-def dump_toml(model: Any) -> str:
+def dump_toml(model: Any, *, hide_secrets: bool = False) -> str:
     """Write a model as TOML that `validate` reads back.
 
     TOML has no null: a key that is None is left out, so None must be its default.
+    With `hide_secrets` it is for reading: `[redacted]` stands where a secret was.
     """
     plain = TypeAdapter(type(model)).dump_python(model, mode="json", exclude_none=True)
-    return tomli_w.dumps(plain)
+    return tomli_w.dumps(redacted(plain) if hide_secrets else plain)

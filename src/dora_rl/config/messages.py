@@ -9,8 +9,9 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from dora_rl.config.redaction import REDACTED, Loc, concealed, scrubbed
 from dora_rl.config.shape import Key, find_key, value_at
-from dora_rl.config.text import Loc, dotted, file_name, one_line, show
+from dora_rl.config.text import dotted, file_name, one_line, show
 
 # What a value must be, by pydantic's name of the error; braces are filled from its context.
 _MUST_BE = {
@@ -53,7 +54,7 @@ def summary(error: ValidationError, model: Any, data: Mapping[str, Any], source:
     text = _message(loc, details, model, data, source)
     if others:
         text += f" Also wrong: {', '.join(f'`{dotted(other)}`' for other, _ in others)}."
-    return text
+    return scrubbed(text, data)  # a model's own check may have quoted what is not to be shown
 
 
 def _user_loc(detail: ErrorDetails, data: Any) -> Loc:
@@ -85,9 +86,10 @@ def _message(
     value: Any = data
     for part in loc:
         value = value_at(value, part)
+    value = concealed(loc, value)
     key = find_key(model, data, loc)
     wants = list(dict.fromkeys(_must_be(detail) for detail in details))
-    fix = (key and key.fix) or _fix(details, value, key)
+    fix = (key and key.fix) or ("" if value == REDACTED else _fix(details, value, key))
     subject = name or file_name(source)
     return f"{subject} must be {' or '.join(wants)}: {show(value)}. {fix}".rstrip()
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, Union
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from dora_rl.config.text import Loc
+from dora_rl.config.redaction import Loc
 
 
 class Key(NamedTuple):

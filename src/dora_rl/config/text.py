@@ -5,7 +5,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-Loc = tuple[str | int, ...]  # the keys and indices that lead to a value
+from dora_rl.config.redaction import REDACTED, Loc, concealed, looks_secret, scrubbed
 
 _MAX_SHOWN = 60  # characters of a value in a message, so that the message stays readable
 
@@ -15,7 +15,10 @@ def dotted(loc: Loc) -> str:
 
 
 def show(value: Any, limit: int = _MAX_SHOWN) -> str:
-    """A value as the user would write it, in backticks, on one line, of bounded length."""
+    """A value as the user would write it, in backticks, on one line, of bounded length.
+
+    What looks like a credential is not shown; nor what stands under the name of one inside.
+    """
     if isinstance(value, Enum):
         value = value.value
     if isinstance(value, str):
@@ -24,9 +27,13 @@ def show(value: Any, limit: int = _MAX_SHOWN) -> str:
         text = str(value).lower()
     else:
         try:
-            text = json.dumps(value, default=str)
-        except (TypeError, ValueError, RecursionError):
-            text = repr(value)
+            text = json.dumps(concealed((), value), default=str)
+        except (TypeError, ValueError):
+            text = scrubbed(repr(value), value)
+        except RecursionError:
+            text = "…"
+    if looks_secret(text):
+        text = REDACTED
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     if len(text) > limit:
         text = f"{text[: limit - 1]}…"

@@ -7,8 +7,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from dora_rl.config.redaction import Loc
 from dora_rl.config.shape import child, keys_of, tables
-from dora_rl.config.text import Loc, dotted, show
+from dora_rl.config.text import dotted, show
 from dora_rl.core.errors import UserError
 
 _NEAR = 0.6  # difflib's own cutoff for "a close match"

@@ -75,6 +75,14 @@ class InstanceFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class InstanceStopped:
+    """An instance is gone because the run was: nothing that it held is to blame."""
+
+    instance: InstanceId
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
 class VersionInstalled:
     """Answers `Install`; `digest` is of the weights now in the engine's memory."""
 
@@ -262,6 +270,7 @@ Event: TypeAlias = (
     | InstanceProgressed
     | InstanceLeaving
     | InstanceFailed
+    | InstanceStopped
     | VersionInstalled
     | InstallFailed
     | VersionEvicted

@@ -253,9 +253,12 @@ def evacuate(state: State, instance: Instance, version: Version) -> None:
         open_migration(state, instance, target, version, part)
 
 
-def lose(state: State, instance: Instance, reason: str, *, expel: bool) -> None:
-    """An instance is gone: what it carried goes on elsewhere, on the same version."""
-    state.counters["instances_lost"] += 1
+def lose(state: State, instance: Instance, reason: str, *, expel: bool, blame: bool = True) -> None:
+    """An instance is gone: what it carried goes on elsewhere, on the same version.
+
+    Unless nothing is to blame, what it carried may be what killed it.
+    """
+    state.counters["instances_lost" if blame else "instances_stopped"] += 1
     carried = [
         trajectory
         for place in (instance.residents, instance.parked)
@@ -265,7 +268,7 @@ def lose(state: State, instance: Instance, reason: str, *, expel: bool) -> None:
     _forget(state, instance)
     for name in sorted(carried):
         trajectory = state.ledger.trajectories[name]
-        trajectory.losses += 1
+        trajectory.losses += blame
         if trajectory.losses > state.settings.max_losses:
             state.failed_members.append((name, "poison"))
         requeue(state, trajectory)

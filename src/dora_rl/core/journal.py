@@ -14,6 +14,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 from dora_rl.core.codec import (
@@ -42,6 +43,14 @@ class Header:
 
     settings: Settings
     meta: Mapping[str, Any]
+
+
+class Written(NamedTuple):
+    """How much of a journal is there, its header included; the digest is of those bytes."""
+
+    records: int
+    bytes: int
+    sha256: str
 
 
 class Record(NamedTuple):
@@ -84,6 +93,7 @@ class JournalWriter:
         self._write = write
         self._digest = hashlib.sha256()
         self._records = 0
+        self._bytes = 0
         self._closed = False
         self._put(
             _dumps(
@@ -107,6 +117,11 @@ class JournalWriter:
         self._put(refused_line(now, event, reason))
         self._records += 1
 
+    @property
+    def written(self) -> Written:
+        """All that was given to `write`; whether it is on a disk is not known here."""
+        return Written(self._records, self._bytes, self._digest.hexdigest())
+
     def close(self, reason: str) -> None:
         """Write the closing line. Without it the journal is refused by every reader."""
         line = _closing_line(self._digest.copy(), reason, self._records)
@@ -118,6 +133,7 @@ class JournalWriter:
             raise JournalError("the journal is closed: nothing can follow its closing line")
         line += "\n"
         self._digest.update(line.encode("ascii"))
+        self._bytes += len(line)
         self._write(line)
 
 
@@ -145,6 +161,22 @@ def _closing_line(digest: "hashlib._Hash", reason: str, records: int) -> str:
 
 
 # --- reading ------------------------------------------------------------------------------
+
+
+def closed(lines: Iterable[str], written: Written, reason: str) -> Iterator[str]:
+    """The first part of a journal as a whole one: what is vouched for, and a closing line."""
+    digest = hashlib.sha256()
+    number = 0
+    for line in islice(lines, written.records + 1):
+        number += 1
+        digest.update(line.encode("latin-1"))
+        yield line
+    if digest.hexdigest() != written.sha256:
+        raise JournalError(
+            f"journal line {number}: lines 1 to {written.records + 1} are not those that the "
+            "ledger vouches for. The file was cut or altered: take the original."
+        )
+    yield _closing_line(digest, reason, written.records) + "\n"
 
 
 def read_journal(lines: Iterable[str]) -> Iterator[Header | Record | Closing]:

@@ -37,6 +37,12 @@ _MUST_HOLD = (
     "tokenizer.json: save_pretrained of transformers writes one."
 )
 _MAX_SHOWN = 60  # characters of a value in a message
+_MAX_BYTES = 16 << 20  # of a file; the largest known ones have some hundred kilobytes
+# Far above any model, and low enough that nobody counts or multiplies for ever.
+_MAX_SIZES = {"num_hidden_layers": 4096}
+_MAX_CONTEXT = 2**31
+_MAX_SIZE = 2**24
+_MAX_TOKEN = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +187,9 @@ class _Keys:
             return default
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.refusal(key, "must be a whole number >= 1")
+        most = _MAX_CONTEXT if "position" in key else _MAX_SIZES.get(key, _MAX_SIZE)
+        if value > most:
+            raise self.refusal(key, f"must be <= {most}")
         return value
 
     def number(self, key: str, default: float | None = None, *, least: float) -> float:
@@ -214,14 +223,29 @@ class _Keys:
 
 def _read(path: Path) -> _Keys:
     try:
-        values = json.loads(path.read_bytes())
+        with open(path, "rb") as file:
+            raw = file.read(_MAX_BYTES + 1)
     except OSError as error:
         raise ModelError(f"cannot read `{path}`: {error.strerror}.") from None
+    if len(raw) > _MAX_BYTES:
+        raise ModelError(f"`{path}` has more than {_MAX_BYTES} bytes. Copy the file again.")
+    try:
+        values = json.loads(raw, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise ModelError(f"not JSON: `{path}`: {error}. Copy the file again.") from None
     if not isinstance(values, dict):
         raise ModelError(f"`{path}` must be a JSON object: {_show(values)}. Copy the file again.")
     return _Keys(path, values)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of two values under one key, each reader might take another."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"the key {_show(name)} occurs twice")
+        found[name] = value
+    return found
 
 
 def _show(value: object) -> str:
@@ -364,7 +388,8 @@ def _eos(keys: _Keys, generation: Path) -> tuple[int, ...]:
     for holder in (keys, *([_read(generation)] if generation.is_file() else ())):
         value = holder.get("eos_token_id")
         for token in value if isinstance(value, list) else () if value is None else (value,):
-            if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+            whole = isinstance(token, int) and not isinstance(token, bool)
+            if not whole or not 0 <= token <= _MAX_TOKEN:
                 raise holder.refusal("eos_token_id", "must be a token id, or a list of them")
             ids[token] = None
     return tuple(ids)

@@ -30,6 +30,7 @@ WEIGHTS = "model.safetensors"
 FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 _STALE_S = 3600.0  # a fetch takes less than a minute: what is older was left by a killed one
 _CHUNK = 1 << 20
+_MAX_HEADER = 100_000_000  # the limit of the safetensors library
 
 
 class FetchFailed(DoraError):
@@ -173,6 +174,8 @@ def tensor_digest(path: Path) -> str:
             room = os.fstat(file.fileno()).st_size - 8 - length
             if room < 0:
                 raise ValueError("the header is cut")
+            if length > _MAX_HEADER:
+                raise ValueError("the header is too long")
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
             for name, tensor in sorted(header.items()):
@@ -182,8 +185,9 @@ def tensor_digest(path: Path) -> str:
                 file.seek(8 + length + begin)
                 head = [name, tensor["dtype"], tensor["shape"], end - begin]
                 digest.update(json.dumps(head).encode() + b"\n")
-                digest.update(file.read(end - begin))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+                for start in range(begin, end, _CHUNK):
+                    digest.update(file.read(min(_CHUNK, end - start)))
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"not a safetensors file: `{path}` ({error})") from None
     return digest.hexdigest()
 

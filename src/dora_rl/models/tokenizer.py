@@ -13,6 +13,7 @@ import tokenizers
 from dora_rl.models.errors import ModelError
 
 FILE = "tokenizer.json"
+_MAX_BYTES = 256 << 20  # the largest known ones have some 40 MB
 _BROKEN = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are no character
 
 
@@ -84,9 +85,14 @@ def load_tokenizer(directory: str | Path) -> Tokenizer | None:
     path = Path(directory) / FILE
     if not path.is_file():
         return None
+    size = path.stat().st_size
+    if size > _MAX_BYTES:  # the library would take memory for all of it
+        raise ModelError(f"`{path}` has {size} bytes; the limit is {_MAX_BYTES}. It is not read.")
     try:
         inner = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing more particular
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # nothing more particular; a panic is no Exception
         raise ModelError(f"not a tokenizer: `{path}`: {error}. Copy the file again.") from None
     return Tokenizer(inner)
 

@@ -76,7 +76,7 @@ class Placements:
                 self._turn(event.trajectory, event.fence, event.turn, paused=False)
             case e.InstanceJoined():
                 self._join(event)
-            case e.InstanceFailed():
+            case e.InstanceFailed() | e.InstanceStopped():
                 self._lose(event.instance, event.incarnation)
             case e.VersionInstalled():
                 self._installed(event, commands)

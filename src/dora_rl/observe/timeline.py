@@ -172,6 +172,8 @@ class Timeline:
                 self._close(now, "install", event.instance, event.version, event.reason)
             case e.InstanceFailed():
                 self._lost(now, event.instance, event.reason)
+            case e.InstanceStopped():
+                self._lost(now, event.instance, "the run was stopped")
 
     def _command(self, now: float, command: Command) -> None:
         match command:

@@ -6,11 +6,12 @@ the way that a message takes.
 
 from typing import Any
 
-from dora_rl.core.types import InstanceId
+from dora_rl.core.types import InstanceId, Version
 from dora_rl.runtime import driver, evaluation
 from dora_rl.runtime import messages as ms
 from dora_rl.runtime.driver import Driver
 from dora_rl.runtime.evaluation import EVALUATOR, FIRST_TICKET, Examiner
+from dora_rl.runtime.resuming import go_on, put_back
 from dora_rl.runtime.saving import Saver
 from dora_rl.runtime.session import Ending, Session
 from dora_rl.tasks.workers.pool import Pool
@@ -21,7 +22,8 @@ from dora_rl.tasks.workers.sessions import EnvironmentPool
 class Runtime(driver.Outside, evaluation.Outside):
     """Carries one session's messages."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, *, anew: bool = False) -> None:
+        """With `anew`, the run is done at every checkpoint, to be resumed at once."""
         self._session = session
         self._config = session.config
         self._scores: ScorePool | None = None
@@ -34,7 +36,7 @@ class Runtime(driver.Outside, evaluation.Outside):
             session.exchange,
             session.listeners,
         )
-        self._saver = Saver(self.driver, session, self)
+        self._saver = Saver(self.driver, session, self, anew=anew)
         self.driver.listeners.append(self._saver)
         self._examiner = session.examiner(self, self.driver.post)
         if self._examiner is not None:
@@ -51,7 +53,29 @@ class Runtime(driver.Outside, evaluation.Outside):
     @property
     def _done(self) -> bool:
         examining = self._examiner is not None and self._examiner.busy
-        return self._saver.done and (self._saver.interrupted or not examining)
+        return self._saver.done and (self.driver.halted is None or not examining)
+
+    def _begin(self) -> dict[InstanceId, int]:
+        """Ask for version 0, or go on with a run; the incarnations that instances start with."""
+        session = self._session
+        if session.plan.resumed:
+            put_back(self.driver, session.ledger)
+            session.take_over()
+        if session.orchestrator.state.versions.newest < 0:
+            self.to_trainer(ms.PublishVersion(0))
+        if not session.plan.resumed:
+            return {}
+        self.driver.halted = session.halted
+        if self._examiner is not None:
+            self._examiner.take_over(
+                session.orchestrator.state.versions,
+                session.last_evaluated,
+                halted=session.halted is not None,
+            )
+        return go_on(self.driver, session.orchestrator)
+
+    def delete(self, version: Version) -> None:
+        self._session.delete(version)
 
     # What the parts say
 

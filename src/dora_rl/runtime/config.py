@@ -78,6 +78,9 @@ class RuntimeSettings(ConfigModel):
     start_timeout_s: float = Field(
         default=300.0, gt=0, description="a process that is not ready by then has failed"
     )
+    train_silence_s: float = Field(
+        default=300.0, gt=0, description="a trainer that shows no progress for so long is replaced"
+    )
     stop_timeout_s: float = Field(
         default=600.0, gt=0, description="for the last step and its checkpoint after Ctrl-C"
     )
@@ -91,9 +94,22 @@ class RunSettings(ConfigModel):
     seed: int = Field(default=0, ge=0, lt=2**63)
     out: str | None = Field(default=None, description="the run directory; else runs/DATE-TIME")
     checkpoint_every: int | None = Field(
-        default=None, ge=1, description="steps between checkpoints; else only the last"
+        default=20,
+        ge=1,
+        description="steps between checkpoints: a resume takes those after the last one again",
     )
     keep_checkpoints: int = Field(default=2, ge=1, description="older ones are deleted")
+    durable: bool = Field(
+        default=True, description="keep a ledger, so that a run that is killed can be resumed"
+    )
+    commit_every_s: float = Field(
+        default=0.2, ge=0, description="so much at most is lost if the run is killed"
+    )
+    save_every_s: float = Field(
+        default=5.0,
+        gt=0,
+        description="between two times that a running trajectory's tokens are saved",
+    )
 
 
 class Threads(NamedTuple):

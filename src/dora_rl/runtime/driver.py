@@ -7,7 +7,7 @@ decision of its own. It keeps no time and starts no process: a runtime brings bo
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -105,7 +105,7 @@ class Driver:
         self.listeners = list(listeners)
         self.shelf = Shelf()
         self.halted: cm.Halt | None = None
-        self.prefixes: dict[TrajectoryId, ms.Prefix] = {}
+        self._prefixes: dict[TrajectoryId, ms.Prefix] = {}
         self._holding = False
         self._frozen = False
         self._inbox: deque[Event] = deque()
@@ -179,6 +179,24 @@ class Driver:
         """Take no event in any more: what comes now is as if it had not happened."""
         self._frozen = True
 
+    @property
+    def outstanding(self) -> Container[TrajectoryId]:
+        """The trajectories that are issued and not terminal, or whose group is not."""
+        return self._orchestrator.state.ledger.trajectories
+
+    def reject_batch(self, reason: str) -> None:
+        """The batch that is being trained kills whoever trains it."""
+        batch = self._batch
+        if batch is not None:
+            groups = tuple(group.group for group in batch.groups)
+            self.post(ev.BatchRejected(batch.step, groups, reason))
+
+    def ask_trainer_again(self) -> None:
+        """The trainer is another one: it has heard of nothing that was asked."""
+        for command in self._orchestrator.outstanding():
+            if isinstance(command, cm.Train | cm.Publish):
+                self.perform(command)
+
     def ring(self) -> None:
         """The time of the last `set_timer` has come."""
         self.post(ev.TimerFired())
@@ -205,7 +223,24 @@ class Driver:
                     listener.used(now, instance, message)
             case ms.Prefixes():
                 for prefix in message.prefixes:
-                    self.prefixes[prefix.trajectory] = prefix
+                    self._save(prefix)
+                self._reported(message.event)
+
+    def _save(self, prefix: ms.Prefix) -> None:
+        """Keep what a trajectory has written, if it is the placement that counts."""
+        placed = self._placed.get(prefix.trajectory)
+        if placed is None or placed.fence != prefix.fence:
+            return
+        whole = self.keep_prefix(prefix)
+        for listener in self.listeners:
+            listener.saved(prefix, whole)
+
+    def keep_prefix(self, prefix: ms.Prefix) -> ms.Prefix:
+        """What the trajectory had written, with what it has written since."""
+        before = self._prefixes.get(prefix.trajectory)
+        whole = prefix if before is None else prefix.after(before)
+        self._prefixes[prefix.trajectory] = whole
+        return whole
 
     def _reported(self, event: Event) -> None:
         match event:
@@ -270,6 +305,7 @@ class Driver:
     def _score(self, command: cm.Score) -> None:
         name, fence = command.trajectory, command.fence
         self.shelf.accept(name, fence)
+        self._keep(name)
         if not self._task.rewards:  # its environment has given all of it
             self._give_reward(name, 0.0, {})
             self.post(ev.TrajectoryScored(name, fence))
@@ -285,6 +321,11 @@ class Driver:
         if episode is not None:
             reward, parts = reward + episode, {**parts, "environment": episode}
         self.shelf.reward(name, reward, parts)
+        self._keep(name)
+
+    def _keep(self, name: TrajectoryId) -> None:
+        for listener in self.listeners:
+            listener.kept(self.shelf.item(name))
 
     def scored(self, outcome: Outcome) -> None:
         """Answers `Outside.score`."""
@@ -323,7 +364,7 @@ class Driver:
     def _discard(self, name: TrajectoryId) -> None:
         """The trajectory is terminal."""
         self.shelf.discard(name)
-        self.prefixes.pop(name, None)
+        self._prefixes.pop(name, None)
 
     def _halt(self, command: cm.Halt) -> None:
         self.halted = command
@@ -348,7 +389,9 @@ class Driver:
             self._begin(name, placed, self._prefix(command))
 
     def _prefix(self, command: cm.Start) -> ms.Prefix | None:
-        return self.prefixes[command.trajectory] if command.prefix_tokens else None
+        if not command.prefix_tokens:
+            return None
+        return self._prefixes[command.trajectory].cut(command.prefix_tokens)
 
     def _begin(self, name: TrajectoryId, placed: _Placed, prefix: ms.Prefix | None) -> None:
         self._outside.to_rollout(

@@ -14,6 +14,7 @@ from dora_rl.core import events as ev
 from dora_rl.core.commands import Command
 from dora_rl.core.events import Event
 from dora_rl.core.types import TrajectoryId, Version
+from dora_rl.core.versions import Versions
 from dora_rl.runtime import messages as ms
 from dora_rl.runtime.listening import Listener
 from dora_rl.tasks.prompts import Prompt
@@ -112,6 +113,20 @@ class Examiner(Listener):
             self._due.append(version)
             self._post(ev.VersionPinned(version, _HOLDER))
             self._next()
+
+    def take_over(self, versions: Versions, evaluated: Version, *, halted: bool) -> None:
+        """The run goes on: what was pinned for an evaluation is evaluated anew.
+
+        `evaluated` is the newest version of which there is a record.
+        """
+        self._newest, self._asked = versions.newest, evaluated
+        if halted:
+            self._ask_for(self._newest)
+        for version, record in sorted(versions.live.items()):
+            if _HOLDER in record.pins and version not in self._due:
+                self._asked = max(self._asked, version)
+                self._due.append(version)
+        self._next()
 
     def overdue(self, now: float) -> bool:
         """Whether nothing has come for so long that nothing will."""

@@ -10,14 +10,13 @@ from typing import Any
 import msgspec
 import torch
 
-from dora_rl.core.types import InstanceId, Version
+from dora_rl.core.types import InstanceId
 from dora_rl.engines.base import Engine
 from dora_rl.runtime import messages as ms
 from dora_rl.runtime.base import Runtime
 from dora_rl.runtime.engines import make_engine, sampling_of
 from dora_rl.runtime.errors import RunFailed
 from dora_rl.runtime.evaluation import EVALUATOR
-from dora_rl.runtime.resuming import go_on, put_back
 from dora_rl.runtime.rollout import RolloutInstance
 from dora_rl.runtime.session import Ending, Session
 from dora_rl.runtime.training import TrainerPart
@@ -30,7 +29,7 @@ class InlineRuntime(Runtime):
     """Carries a session's messages in its own process."""
 
     def __init__(self, session: Session) -> None:
-        super().__init__(session)
+        super().__init__(session, anew=True)
         self._time = session.config.runtime.inline
         self._clock = Clock()
         self._store = WeightStore(session.weights)
@@ -62,17 +61,11 @@ class InlineRuntime(Runtime):
     def _start(self) -> None:
         config, plan = self._config, self._session.plan
         self._trainer = TrainerPart.open(
-            config, plan.model, self._store, self._session.checkpoint_to_resume
+            config, plan.model, self._store, self._session.last_checkpoint
         )
         self._open_workers()
-        incarnations: dict[InstanceId, int] = {}
-        if plan.resumed is not None:
-            self._clock.now = plan.resumed.now
-            put_back(self.driver, plan.resumed)
-            self._session.take_over()
-            incarnations = go_on(self.driver, self._session.orchestrator)
-        else:
-            self.to_trainer(ms.PublishVersion(0))
+        self._clock.now = self._session.orchestrator.state.now
+        incarnations = self._begin()
         for name in range(config.runtime.instances):
             self._join(name, incarnations.get(name, 0), make_engine(config, plan.model))
 
@@ -153,7 +146,8 @@ class InlineRuntime(Runtime):
 
     def _train(self, message: ms.ToTrainer) -> None:
         assert self._trainer is not None
-        for answer in self._trainer.handle(message):
+        answers = [*self._trainer.handle(message), *self._trainer.finish_saves()]
+        for answer in answers:
             self._clock.after(self._duration(message), self._from_trainer, answer)
 
     def _duration(self, message: ms.ToTrainer) -> float:
@@ -170,9 +164,6 @@ class InlineRuntime(Runtime):
 
     def expel(self, instance: InstanceId, incarnation: int, reason: str) -> None:
         raise RunFailed(f"instance {instance} had to be given up: {reason}")
-
-    def delete(self, version: Version) -> None:
-        self._store.delete(version)
 
     def score(self, ticket: int, job: ScoreJob) -> None:
         assert self._scores is not None

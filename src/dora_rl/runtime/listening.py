@@ -6,6 +6,7 @@ from dora_rl.core.commands import Command
 from dora_rl.core.events import Event
 from dora_rl.core.types import InstanceId
 from dora_rl.runtime import messages as ms
+from dora_rl.runtime.shelf import Item
 from dora_rl.samples import Sample
 
 
@@ -26,6 +27,12 @@ class Listener:
 
     def published(self, now: float, report: ms.Published) -> None:
         """A version is complete in the store."""
+
+    def kept(self, item: Item) -> None:
+        """A whole trajectory was taken, or has got its reward."""
+
+    def saved(self, prefix: ms.Prefix, whole: ms.Prefix) -> None:
+        """A running trajectory has written this since it was last saved, and `whole` in all."""
 
     def used(self, now: float, instance: InstanceId, used: ms.Used) -> None:
         """An instance reports its counters."""

@@ -21,7 +21,7 @@ from dora_rl.core.types import (
     TrajectoryId,
     Version,
 )
-from dora_rl.samples import Sample, Span, Trajectory
+from dora_rl.samples import Sample, Trajectory
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True):
@@ -67,15 +67,42 @@ class Perform(_Message, frozen=True, tag=True):
         return decode_command(self.encoded)
 
 
-class Prefix(msgspec.Struct, frozen=True):
-    """What a trajectory had written when it was saved."""
+class Prefix(msgspec.Struct, frozen=True, kw_only=True):
+    """What a trajectory of one turn has written: its tokens from `start` on."""
 
     trajectory: TrajectoryId
+    fence: Fence
+    start: int = 0
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     segments: tuple[Segment, ...]
-    observed: tuple[Span, ...] = ()
-    turn: int = 0
+    """From the very first token on."""
+
+    def after(self, before: "Prefix") -> "Prefix":
+        """This, with what was saved before it."""
+        assert before.start == 0 and self.start <= len(before.tokens), "a part is missing"
+        return msgspec.structs.replace(
+            self,
+            start=0,
+            tokens=before.tokens[: self.start] + self.tokens,
+            logprobs=before.logprobs[: self.start] + self.logprobs,
+        )
+
+    def cut(self, tokens: int) -> "Prefix":
+        """The first tokens of a whole prefix."""
+        assert self.start == 0 and tokens <= len(self.tokens), "a part is missing"
+        segments: list[Segment] = []
+        left = tokens
+        for segment in self.segments:
+            if left:
+                segments.append(segment._replace(tokens=min(left, segment.tokens)))
+                left -= segments[-1].tokens
+        return msgspec.structs.replace(
+            self,
+            tokens=self.tokens[:tokens],
+            logprobs=self.logprobs[:tokens],
+            segments=tuple(segments),
+        )
 
 
 class Begin(_Message, frozen=True, tag=True):
@@ -122,7 +149,7 @@ class TakeOver(_Message, frozen=True, tag=True):
 
 
 class SavePrefixes(_Message, frozen=True, tag=True):
-    """Report what every trajectory here has written so far."""
+    """Report what every trajectory here has written since it was last asked."""
 
 
 # From a rollout instance
@@ -169,9 +196,14 @@ class HandedOver(_Message, frozen=True, tag=True):
 
 
 class Prefixes(_Message, frozen=True, tag=True):
-    """Answers `SavePrefixes`."""
+    """Answers `SavePrefixes`, and is said now and then; the event tells the core the same."""
 
     prefixes: tuple[Prefix, ...]
+    encoded: list[Any]
+
+    @property
+    def event(self) -> Event:
+        return decode_event(self.encoded)
 
 
 class Used(_Message, frozen=True, tag=True):
@@ -214,6 +246,10 @@ class Save(_Message, frozen=True, tag=True):
 
 
 # From the trainer
+
+
+class Progressed(_Message, frozen=True, tag=True):
+    """The trainer works: it is not hung."""
 
 
 class TrainerReady(_Message, frozen=True, tag=True):
@@ -278,6 +314,7 @@ FromRollout: TypeAlias = Reported | Finished | TurnEnded | HandedOver | Prefixes
 ToTrainer: TypeAlias = TrainOn | Redo | PublishVersion | Save | Shutdown
 FromTrainer: TypeAlias = (
     TrainerReady
+    | Progressed
     | Trained
     | Rejected
     | TrainingFailed

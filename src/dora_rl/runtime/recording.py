@@ -6,6 +6,8 @@ themselves, never from a queue's length.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 
@@ -23,6 +25,7 @@ from dora_rl.core.orchestrator import Orchestrator
 from dora_rl.core.types import InstanceId, MigrationId
 from dora_rl.observe.metrics import Reading
 from dora_rl.runtime import messages as ms
+from dora_rl.runtime.evaluation import EvalRecord
 from dora_rl.runtime.listening import Listener
 from dora_rl.samples import Sample
 
@@ -214,3 +217,26 @@ def _parts(samples: Sequence[Sample]) -> dict[str, float]:
     return {
         name: _mean([s.parts[name] for s in samples if name in s.parts]) for name in sorted(names)
     }
+
+
+def read_records(file: Path) -> list[StepRecord | EvalRecord]:
+    """The records of a run, as far as they are whole."""
+    records: list[StepRecord | EvalRecord] = []
+    if file.is_file():
+        for line in file.read_bytes().splitlines():
+            with suppress(msgspec.MsgspecError):
+                records.append(_decode(line))
+    return records
+
+
+def records_before(file: Path, step: int) -> bytes:
+    """What was written of the steps before this one: the others will be taken again."""
+    kept = [
+        record
+        for record in read_records(file)
+        if (record.version <= step if isinstance(record, EvalRecord) else record.step < step)
+    ]
+    return b"".join(msgspec.json.encode(record) + b"\n" for record in kept)
+
+
+_decode = msgspec.json.Decoder(StepRecord | EvalRecord).decode

@@ -1,26 +1,57 @@
-"""A stopped run goes on: what was under way is put back, and asked for anew."""
+"""A run goes on after it was stopped or killed: what the ledger has is put back, and asked anew."""
 
-from dora_rl.core.events import InstanceFailed
+from collections.abc import Iterator
+
+from dora_rl.core.events import InstanceStopped
 from dora_rl.core.orchestrator import Orchestrator
+from dora_rl.runtime import messages as ms
+from dora_rl.runtime.bookkeeping import (
+    batches_to_redo,
+    decode_batch,
+    decode_item,
+    decode_prefix,
+)
 from dora_rl.runtime.driver import Driver
-from dora_rl.runtime.leftover import Leftover
+from dora_rl.runtime.errors import RunFailed
+from dora_rl.samples import Sample
+from dora_rl.store.ledger import Ledger
 
-_STOPPED = "the run was stopped"
 
-
-def put_back(driver: Driver, leftover: Leftover) -> None:
+def put_back(driver: Driver, ledger: Ledger) -> None:
     """Give the driver what it held."""
-    for item in leftover.items:
-        driver.shelf.put(item)
-    for prefix in leftover.prefixes:
-        driver.prefixes[prefix.trajectory] = prefix
+    live = driver.outstanding
+    for name, content in ledger.payloads():
+        if name in live:  # the others are trained, and kept until a checkpoint has their step
+            driver.shelf.put(decode_item(content))
+    for row in ledger.prefixes():
+        driver.keep_prefix(decode_prefix(row.content))
 
 
 def go_on(driver: Driver, orchestrator: Orchestrator) -> dict[int, int]:
     """Ask again for what was not answered; the incarnations that instances start with."""
     state = orchestrator.state
     for name, instance in sorted(state.fleet.instances.items()):
-        driver.post(InstanceFailed(name, instance.incarnation, _STOPPED))
+        driver.post(InstanceStopped(name, instance.incarnation))
     for command in orchestrator.outstanding():
         driver.perform(command)
     return {name: last + 1 for name, last in state.fleet.ended.items()}
+
+
+def steps_to_redo(ledger: Ledger, step: int) -> Iterator[ms.Redo]:
+    """What a trainer that starts from the last checkpoint takes again, to be at `step`."""
+    for row in batches_to_redo(ledger):
+        if row.step >= step:
+            return
+        batch = decode_batch(row)
+        samples = tuple(
+            _sample(ledger, name) for group in batch.groups for name in group.trajectories
+        )
+        yield ms.Redo(row.step, tuple(group.group for group in batch.groups), samples)
+
+
+def _sample(ledger: Ledger, name: int) -> Sample:
+    content = ledger.payload(name)
+    item = None if content is None else decode_item(content)
+    if item is None or item.reward is None:
+        raise RunFailed(f"trajectory {name} was trained on, and the ledger has it no more")
+    return Sample(trajectory=item.trajectory, reward=item.reward, parts=item.parts)

@@ -15,6 +15,7 @@ import msgspec
 
 from dora_rl.core import commands as cm
 from dora_rl.core import events as ev
+from dora_rl.core.codec import encode_event
 from dora_rl.core.errors import UserError
 from dora_rl.core.types import (
     Fence,
@@ -49,6 +50,7 @@ class _Run:
     paused: bool = False  # a turn has ended: it waits for its environment
     stash: bytes | None = None  # while parked
     reported: int = 0  # tokens, in the last report
+    saved: int = 0  # tokens that the driver has
 
     @property
     def id(self) -> TrajectoryId:
@@ -133,7 +135,7 @@ class RolloutInstance:
             case ms.TakeOver():
                 self._take_over(message)
             case ms.SavePrefixes():
-                self._save_prefixes()
+                self.save_prefixes()
             case ms.Shutdown():
                 self.engine.close()
 
@@ -220,15 +222,13 @@ class RolloutInstance:
             writing.tokens = list(prefix.tokens)
             writing.logprobs = list(prefix.logprobs)
             writing.segments = list(prefix.segments)
-            writing.observed = list(prefix.observed)
-            writing.turn = prefix.turn
             self._usage.reread_tokens += len(prefix.tokens)
         try:
             self.engine.submit(self._request(writing))
         except UserError as error:
             self._failed(message.trajectory, message.fence, error)
             return
-        self._add(_Run(message.fence, writing))
+        self._add(_Run(message.fence, writing, saved=len(writing.tokens)))
 
     def _request(self, writing: Writing) -> Request:
         return Request(
@@ -355,19 +355,25 @@ class RolloutInstance:
         usage.slots_s += passed * self._slots
         usage.busy_s += passed * min(self._num_running, self._slots)
 
-    def _save_prefixes(self) -> None:
+    def save_prefixes(self) -> None:
+        """Tell what every trajectory has written since the last time."""
         # An episode's prefix is of no use without its environment, which is not saved.
-        kept = [
+        new = [
             run
             for run in self._runs.values()
-            if run.stage is not Stage.KEPT and run.writing.tokens and not run.writing.episode
+            if run.stage is not Stage.KEPT
+            and len(run.writing.tokens) > run.saved
+            and not run.writing.episode
         ]
-        saved = tuple(Length(run.id, run.fence, run.writing.num_sampled) for run in kept)
+        prefixes = tuple(run.writing.prefix(run.fence, run.saved) for run in new)
+        lengths = tuple(Length(run.id, run.fence, run.writing.num_sampled) for run in new)
+        for run in new:
+            run.saved = len(run.writing.tokens)
         kv_tokens = self.engine.load().kv_used_tokens
-        self._report(
-            ev.InstanceProgressed(self.instance, self.incarnation, kv_tokens, saved, saved)
+        event = ev.InstanceProgressed(
+            self.instance, self.incarnation, kv_tokens, lengths, saved=lengths
         )
-        self.outbox.append(ms.Prefixes(tuple(run.writing.prefix() for run in kept)))
+        self.outbox.append(ms.Prefixes(prefixes, encode_event(event)))
 
     # Parking and migration
 

@@ -2,27 +2,23 @@
 
 A checkpoint is taken when a version has been published, before the next step is trained. Asked
 to stop, the run finishes the step that is under way, holds back the next one, has every
-instance report what its trajectories have written, saves, and is done.
+instance report what its trajectories have written, saves, and is done. A run that must be a
+function of its seed, killed or not, does the same at every checkpoint, and goes on anew.
 """
 
-import shutil
 from collections.abc import Sequence
 from enum import Enum, auto
 from pathlib import Path
 
-import msgspec
-
-from dora_rl.core.commands import Command
+from dora_rl.core.commands import Command, Halt
 from dora_rl.core.events import Event, WeightsPublished
 from dora_rl.core.state import TrainerPhase
 from dora_rl.runtime import messages as ms
 from dora_rl.runtime.driver import Driver, Outside
 from dora_rl.runtime.errors import RunFailed
-from dora_rl.runtime.leftover import RESUME_FILE, Leftover, what_stays
 from dora_rl.runtime.listening import Listener
 from dora_rl.runtime.session import Ending, Session
-
-_STEP = "step-"
+from dora_rl.store.rundir import checkpoint_path
 
 
 class _Phase(Enum):
@@ -36,8 +32,12 @@ class _Phase(Enum):
 class Saver(Listener):
     """Takes the checkpoints of one run, and ends it."""
 
-    def __init__(self, driver: Driver, session: Session, outside: Outside) -> None:
+    def __init__(
+        self, driver: Driver, session: Session, outside: Outside, *, anew: bool = False
+    ) -> None:
+        """With `anew`, the run is done at every checkpoint, to be resumed at once."""
         self._driver = driver
+        self._anew = anew
         self._session = session
         self._outside = outside
         self._phase = _Phase.RUNNING
@@ -50,10 +50,6 @@ class Saver(Listener):
         return self._phase is _Phase.DONE
 
     @property
-    def interrupted(self) -> bool:
-        return self._interrupted
-
-    @property
     def stopping(self) -> bool:
         return self._phase is not _Phase.RUNNING
 
@@ -61,7 +57,9 @@ class Saver(Listener):
         halted = self._driver.halted
         if halted is not None:
             return Ending(halted.ok, halted.reason)
-        return Ending(True, f"stopped after {self._version} steps", interrupted=True)
+        if self._interrupted:
+            return Ending(True, f"stopped after {self._version} steps", interrupted=True)
+        return Ending(True, f"checkpoint at step {self._version}", paused=True)
 
     # What happens
 
@@ -74,7 +72,12 @@ class Saver(Listener):
         if self._phase is _Phase.ASKED:
             self._hold()
         elif every and event.version and event.version % every == 0:
-            self._save()
+            if self._anew and not any(isinstance(command, Halt) for command in commands):
+                self._phase = _Phase.ASKED
+                self._awaited = set(self._session.orchestrator.state.fleet.instances)
+                self._hold()
+            elif self._phase is _Phase.RUNNING:
+                self._save()
 
     def stop(self, instances: Sequence[int]) -> None:
         """The user asks to stop; `instances` are those that run."""
@@ -110,11 +113,14 @@ class Saver(Listener):
             return
         if message.failure is not None:
             raise RunFailed(f"no checkpoint in `{message.directory}`: {message.failure}")
-        self._retain()
-        if self._phase is _Phase.SAVING:
-            if self._interrupted:
-                self._write_leftover(Path(message.directory).name)
+        self._session.checkpointed(Path(message.directory))
+        if self._phase is _Phase.SAVING and Path(message.directory) == self._directory:
             self._phase = _Phase.DONE
+
+    def trainer_lost(self) -> None:
+        """Whatever it was saving is not saved."""
+        if self._phase is _Phase.SAVING:
+            self._save()
 
     # Inside
 
@@ -134,31 +140,13 @@ class Saver(Listener):
             self._phase = _Phase.SAVING
             self._save()
 
+    @property
+    def _directory(self) -> Path:
+        return checkpoint_path(self._session.checkpoints, self._version)
+
     def _save(self) -> None:
-        directory = self._session.checkpoints / f"{_STEP}{self._version}"
-        if directory.exists():  # this step was saved before
-            self.from_trainer(ms.Saved(str(directory)))
+        if self._directory.exists():  # this step was saved before
+            self.from_trainer(ms.Saved(str(self._directory)))
             return
         self._session.checkpoints.mkdir(exist_ok=True)
-        self._outside.to_trainer(ms.Save(str(directory)))
-
-    def _retain(self) -> None:
-        """Delete the oldest checkpoints; what is not named by a step is not ours."""
-        found = [
-            (int(path.name.removeprefix(_STEP)), path)
-            for path in self._session.checkpoints.glob(f"{_STEP}*")
-            if path.name.removeprefix(_STEP).isdecimal()
-        ]
-        for _, path in sorted(found)[: -self._session.config.run.keep_checkpoints]:
-            shutil.rmtree(path)
-
-    def _write_leftover(self, checkpoint: str) -> None:
-        leftover = Leftover(
-            checkpoint=checkpoint,
-            now=self._session.orchestrator.state.now,
-            items=self._driver.shelf.items(),
-            prefixes=tuple(self._driver.prefixes.values()),
-            config=what_stays(self._session.config),
-            task=self._session.plan.task.fingerprint,
-        )
-        self._session.directory.write_bytes(RESUME_FILE, msgspec.msgpack.encode(leftover))
+        self._outside.to_trainer(ms.Save(str(self._directory)))

@@ -5,7 +5,9 @@ first file is written.
 """
 
 import json
+import os
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,24 +20,39 @@ import msgspec
 from dora_rl.algorithms.filters import judge
 from dora_rl.config import dump_toml
 from dora_rl.core.audit import Audit, AuditReport
-from dora_rl.core.commands import Command
+from dora_rl.core.commands import Command, Halt
 from dora_rl.core.events import Event, WeightsPublished
 from dora_rl.core.journal import JournalWriter
 from dora_rl.core.orchestrator import Orchestrator
+from dora_rl.core.types import Version
 from dora_rl.observe.metrics import Collector, Summary
 from dora_rl.observe.placements import Placements
 from dora_rl.observe.timeline import Timeline
 from dora_rl.observe.trace import TraceFile
 from dora_rl.runtime import evaluation
+from dora_rl.runtime.bookkeeping import PUBLISHED, Bookkeeper, last_checkpoint
 from dora_rl.runtime.config import RunConfig
+from dora_rl.runtime.errors import RunFailed
 from dora_rl.runtime.evaluation import EvalRecord, EvalWatcher, Examiner
-from dora_rl.runtime.leftover import RESUME_FILE, Leftover, read_journal_again
+from dora_rl.runtime.identity import identity
 from dora_rl.runtime.listening import Listener
-from dora_rl.runtime.recording import Recorder, StepRecord, Watcher
-from dora_rl.store.rundir import JOURNAL, METRICS_OF_STEPS, TRACE, RunDirectory
+from dora_rl.runtime.recording import Recorder, StepRecord, Watcher, read_records, records_before
+from dora_rl.runtime.rereading import read_journal_again
+from dora_rl.store.ledger import Ledger, LedgerError, Position
+from dora_rl.store.rundir import (
+    JOURNAL,
+    LEDGER,
+    METRICS_OF_STEPS,
+    TRACE,
+    RunDirectory,
+    checkpoints_in,
+    step_of,
+)
 from dora_rl.tasks.task import Task
+from dora_rl.weights.versions import delete_version, published_versions
 
 _SPARE_JOURNAL = f".{JOURNAL}.resuming"
+_SPARE_TRACE = f".{TRACE}.resuming"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +63,17 @@ class Plan:
     model: Path
     task: Task
     out: Path
-    resumed: Leftover | None = None
+    resumed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Why a run ended; `interrupted` if it can be resumed."""
+    """Why a run ended; `interrupted` if it was asked to, `paused` if it only goes on anew."""
 
     ok: bool
     reason: str
     interrupted: bool = False
+    paused: bool = False
 
 
 class _Observer(Listener):
@@ -69,7 +87,7 @@ class _Observer(Listener):
 
 
 class _Journal(Listener):
-    """Writes the journal; a step on the disk at the latest when its version is published."""
+    """Writes the journal; readable up to a step at the latest when its version is published."""
 
     def __init__(self, writer: JournalWriter, flush: Callable[[], object]) -> None:
         self._writer = writer
@@ -104,58 +122,102 @@ class Session:
         self.recorder = Recorder(self.orchestrator, [self._write_record, *watch])
         self._watch_evaluations = [self._write_record, *watch_evaluations]
         self.collector = Collector(settings.group_size, warmup_steps, self.recorder.reading)
+        self.books = Bookkeeper(self.orchestrator)
         self.listeners: list[Listener] = [
             self.recorder,
             _Observer(self.audit.observe),
             _Observer(self.collector.observe),
+            self.books,
             *listeners,
         ]
+        self.halted: Halt | None = None
+        """How a resumed run was halted already: only what follows a halt is left to do."""
         self.directory: RunDirectory
-        self._spare = False  # the journal is not the run's yet
+        self.ledger: Ledger
+        self._taken = not plan.resumed  # the run's files are ours to change
+        self._committed_at = 0.0
+        self._deletions: list[Version] = []
         self._stack = ExitStack()
-        self._metrics: TextIO
+        self._metrics: TextIO | None = None
         self._journal: TextIO
 
     def __enter__(self) -> Self:
         try:
-            self._open()
+            if self.plan.resumed:
+                self._open_again()
+            else:
+                self._open()
         except BaseException:
             self.__exit__(None, None, None)
             raise
         return self
 
     def _open(self) -> None:
-        resumed = self._spare = self.plan.resumed is not None
-        make = RunDirectory if resumed else RunDirectory.create
-        self.directory = make(self.plan.out)
-        self.exchange.mkdir(exist_ok=True)
-        # A resumed run writes its journal again, and only then replaces the old one.
-        name = _SPARE_JOURNAL if resumed else JOURNAL
-        self._journal = self._stack.enter_context(self.directory.lines(name, again=resumed))
-        self._metrics = self._stack.enter_context(
-            self.directory.lines(METRICS_OF_STEPS, append=resumed)
+        self.directory = RunDirectory.create(self.plan.out)
+        self._open_files(JOURNAL)
+        self.directory.write_config(dump_toml(self.config, hide_secrets=True))
+        facts = identity(self.config, self.plan.task, self.plan.model)
+        if not self.config.run.durable:
+            facts["ended"] = "run.durable is off"
+        self.ledger = self._stack.enter_context(Ledger.create(self.plan.out / LEDGER, facts))
+
+    def _open_again(self) -> None:
+        """A resumed run writes its journal again, and only then replaces the old one."""
+        self.directory = RunDirectory(self.plan.out)
+        self.ledger = self._stack.enter_context(Ledger.open(self.plan.out / LEDGER))
+        self._open_files(_SPARE_JOURNAL)
+        self.halted = read_journal_again(
+            self.plan.out, self.ledger.position, self.orchestrator, self.listeners
         )
+        self.books.recall(self.ledger)
+
+    def _open_files(self, journal: str) -> None:
+        again = self.plan.resumed
+        self.exchange.mkdir(exist_ok=True)
+        self._journal = self._stack.enter_context(self.directory.lines(journal, again=again))
+        if not again:
+            self._open_metrics()
         meta = {"model": str(self.plan.model), "seed": self.config.run.seed}
         self._start_timeline()
         self._writer = JournalWriter(self._journal.write, self.orchestrator.settings, meta)
         self.listeners.append(_Journal(self._writer, self.flush))
-        if resumed:
-            read_journal_again(self.plan.out, self.orchestrator, self.listeners)
-        else:
-            self.directory.write_config(dump_toml(self.config))
+
+    def _open_metrics(self) -> None:
+        lines = self.directory.lines(METRICS_OF_STEPS, append=self.plan.resumed)
+        self._metrics = self._stack.enter_context(lines)
 
     def take_over(self) -> None:
-        """A resumed run goes on: its journal replaces the old one, and what was left is spent."""
+        """A resumed run goes on: from here on its files change."""
         self.flush()
+        os.fsync(self._journal.fileno())
         self.directory.rename(_SPARE_JOURNAL, JOURNAL)
-        (self.plan.out / RESUME_FILE).unlink()
-        self._spare = False
+        self.directory.rename(_SPARE_TRACE, TRACE)
+        self._drop_what_did_not_happen()
+        self._open_metrics()
+        self._taken = True
+        self.commit()
+
+    def _drop_what_did_not_happen(self) -> None:
+        """Versions, checkpoints and metrics of steps that were lost with the last life."""
+        kept = {row.version for row in self.ledger.versions() if row.state == PUBLISHED}
+        for version in published_versions(self.weights):
+            if version not in kept:
+                delete_version(self.weights, version)
+        newest = self.orchestrator.state.versions.newest
+        for step, path in checkpoints_in(self.checkpoints):
+            if step > newest:
+                shutil.rmtree(path)
+        metrics = records_before(
+            self.plan.out / METRICS_OF_STEPS, self.orchestrator.state.trainer.step
+        )
+        self.directory.write_bytes(METRICS_OF_STEPS, metrics)
 
     def _start_timeline(self) -> None:
-        trace = self._stack.enter_context(self.directory.lines(TRACE, again=True))
+        name = _SPARE_TRACE if self.plan.resumed else TRACE
+        trace = self._stack.enter_context(self.directory.lines(name, again=True))
         placements = Placements()
-        name = str(self.orchestrator.settings.paradigm)
-        timeline = Timeline(TraceFile(trace.write), name, placements)
+        paradigm = str(self.orchestrator.settings.paradigm)
+        timeline = Timeline(TraceFile(trace.write), paradigm, placements)
         self._stack.callback(timeline.end)
         self.listeners += [_Observer(placements.observe), _Observer(timeline.observe)]
 
@@ -167,8 +229,8 @@ class Session:
     ) -> None:
         shutil.rmtree(self.exchange, ignore_errors=True)
         self._stack.close()
-        if self._spare:  # the run is as it was
-            (self.plan.out / _SPARE_JOURNAL).unlink(missing_ok=True)
+        for name in (_SPARE_JOURNAL, _SPARE_TRACE):  # of a resume that came to nothing
+            (self.plan.out / name).unlink(missing_ok=True)
 
     @property
     def weights(self) -> Path:
@@ -185,16 +247,71 @@ class Session:
         return self.plan.out / "checkpoints"
 
     @property
-    def checkpoint_to_resume(self) -> Path | None:
-        resumed = self.plan.resumed
-        return None if resumed is None else self.checkpoints / resumed.checkpoint
+    def last_checkpoint(self) -> Path | None:
+        """Where a trainer begins: the last checkpoint that the ledger has."""
+        row = last_checkpoint(self.ledger)
+        return None if row is None else self.checkpoints / row.name
 
     def judge(self, rewards: Sequence[float]) -> str | None:
         return judge(self.config.algorithm, rewards)
 
     def flush(self) -> None:
         self._journal.flush()
-        self._metrics.flush()
+        if self._metrics is not None:
+            self._metrics.flush()
+
+    # What is durable
+
+    def commit(self) -> None:
+        """All that has happened, on the disk: the journal first, then the ledger vouches for it."""
+        if not self._taken or self.books.failed:
+            return
+        self.flush()
+        written = self._writer.written
+        now = self.orchestrator.state.now
+        position = Position(written.records, written.bytes, now, written.sha256)
+        changes = self.books.changes(position)
+        if self.config.run.durable:
+            os.fsync(self._journal.fileno())
+            try:
+                self.ledger.commit(changes)
+            except LedgerError as error:
+                self.books.failed = True
+                raise RunFailed(str(error)) from error
+        self._committed_at = time.monotonic()
+        # What the ledger still leased until now may go.
+        deletions, self._deletions = self._deletions, []
+        for version in deletions:
+            delete_version(self.weights, version)
+
+    def commit_if_due(self) -> None:
+        """Not before the last commit is a while ago, unless it presses."""
+        due = self._committed_at + self.config.run.commit_every_s
+        if self.books.pressing or (self.books.dirty and time.monotonic() >= due):
+            self.commit()
+
+    def commit_in_s(self) -> float | None:
+        """When the next commit is due, if one is."""
+        if not self.books.dirty:
+            return None
+        due = self._committed_at + self.config.run.commit_every_s
+        return max(0.0, due - time.monotonic())
+
+    def delete(self, version: Version) -> None:
+        """Delete a version with the next commit: until then, a resume would need it."""
+        self._deletions.append(version)
+
+    def checkpointed(self, directory: Path) -> None:
+        """A checkpoint is whole: commit it, and only then let go of older ones."""
+        step = step_of(directory)
+        assert step is not None
+        self.books.checkpointed(step, directory.name)
+        old = checkpoints_in(self.checkpoints)[: -self.config.run.keep_checkpoints]
+        for dropped, _ in old:
+            self.books.checkpoint_dropped(dropped)
+        self.commit()
+        for _, path in old:
+            shutil.rmtree(path)
 
     def close(self, ending: Ending, wall_s: float) -> tuple[Summary, AuditReport]:
         """End the books: the journal's last line, and what the run came to."""
@@ -202,8 +319,10 @@ class Session:
         self.flush()
         report = self.audit.report()
         summary = self.collector.summary(report, ok=ending.ok, end=ending.reason, wall_s=wall_s)
-        if not self._spare:
+        if self._taken:
             self.directory.write_metrics({**summary.to_json(), "wall_s": wall_s})
+            if ending.ok and not ending.interrupted and not ending.paused:
+                self.ledger.set_facts({**self.ledger.facts, "ended": ending.reason})
         return summary, report
 
     def examiner(
@@ -220,5 +339,12 @@ class Session:
             watch=self._watch_evaluations,
         )
 
+    @property
+    def last_evaluated(self) -> Version:
+        """The newest version that has been evaluated in an earlier life, or -1."""
+        records = read_records(self.plan.out / METRICS_OF_STEPS)
+        return max((r.version for r in records if isinstance(r, EvalRecord)), default=-1)
+
     def _write_record(self, record: StepRecord | EvalRecord) -> None:
+        assert self._metrics is not None, "nothing is trained before the run's files are ours"
         self._metrics.write(json.dumps(msgspec.to_builtins(record)) + "\n")

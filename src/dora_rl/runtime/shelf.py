@@ -44,9 +44,8 @@ class Shelf:
         """Whatever was not accepted was of a superseded placement."""
         self._arrived.pop((name, fence), None)
 
-    def items(self) -> tuple[Item, ...]:
-        """All that was accepted and is not terminal."""
-        return tuple(self._items.values())
+    def item(self, name: TrajectoryId) -> Item:
+        return self._items[name]
 
     def put(self, item: Item) -> None:
         """Accepted in an earlier life of the run."""

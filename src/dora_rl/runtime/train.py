@@ -8,13 +8,14 @@ import errno
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dora_rl.config import apply_overrides, load_toml, validate
+from dora_rl.config.redaction import hidden_keys
 from dora_rl.core.audit import AuditReport
 from dora_rl.core.errors import UserError
 from dora_rl.extras import require
@@ -23,11 +24,12 @@ from dora_rl.runtime.base import Runtime
 from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.errors import RunFailed
 from dora_rl.runtime.evaluation import EvalRecord, EvalWatcher
-from dora_rl.runtime.leftover import check_unaltered, read_leftover
+from dora_rl.runtime.identity import check_same, identity
 from dora_rl.runtime.listening import Listener
-from dora_rl.runtime.recording import StepRecord, Watcher
+from dora_rl.runtime.recording import StepRecord, Watcher, read_records
 from dora_rl.runtime.session import Ending, Plan, Session
-from dora_rl.store.rundir import CONFIG
+from dora_rl.store.ledger import Ledger
+from dora_rl.store.rundir import CONFIG, LEDGER, METRICS_OF_STEPS, checkpoints_in
 from dora_rl.tasks.task import Task
 
 USER = "dora-rl train"
@@ -52,11 +54,8 @@ class Run:
     @property
     def checkpoint(self) -> Path | None:
         """The last checkpoint: a Hugging Face model directory."""
-        found = [
-            (int(path.name.removeprefix("step-")), path)
-            for path in (self.directory / "checkpoints").glob("step-*")
-        ]
-        return max(found)[1] if found else None
+        found = checkpoints_in(self.directory / "checkpoints")
+        return found[-1][1] if found else None
 
 
 def read_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
@@ -92,19 +91,54 @@ def prepare(
     return Plan(config, model, task, out)
 
 
-def resume(run: str | Path, *, prompts: Any = None, reward: Any = None, **more: Any) -> Plan:
-    """The plan of a run that was stopped; objects that it was started with are given again."""
+def resume(
+    run: str | Path,
+    *,
+    prompts: Any = None,
+    reward: Any = None,
+    accept_changed: Collection[str] = (),
+    secrets: Sequence[str] = (),
+    **more: Any,
+) -> Plan:
+    """The plan of a run that was stopped or killed.
+
+    Objects that it was started with are given again, and so are secrets of its configuration, as
+    overrides, since they are not written down; what changed since can be accepted by name.
+    """
     run = Path(run)
-    leftover = read_leftover(run)
-    config = read_config(run / CONFIG)
-    check_unaltered(run, config, leftover)
-    plan = prepare(config, prompts=prompts, reward=reward, **more)
-    if plan.task.fingerprint != leftover.task:
+    if not (run / CONFIG).is_file():
+        raise UserError(f"not a run: `{run}`. Give the directory of a run.")
+    if not (run / LEDGER).is_file():
         raise UserError(
-            f"`{run}` had other prompts, another tokenizer, reward or environment. "
-            "Resume it with those that it was started with."
+            f"nothing to resume in `{run}`: {LEDGER} is missing. "
+            "It did not train, or an older dora-rl wrote it: start a new run."
         )
-    return replace(plan, out=run, resumed=leftover)
+    with Ledger.read(run / LEDGER) as ledger:
+        facts = ledger.facts
+    if "ended" in facts:
+        raise UserError(f"nothing to resume in `{run}`: {facts['ended']}. Start a new run.")
+    config = _config_of(run, secrets)
+    plan = prepare(config, prompts=prompts, reward=reward, **more)
+    check_same(run, facts, identity(config, plan.task, plan.model), accept_changed)
+    return replace(plan, out=run, resumed=True)
+
+
+def _config_of(run: Path, secrets: Sequence[str]) -> RunConfig:
+    hidden = hidden_keys(load_toml(run / CONFIG))
+    given = {override.partition("=")[0].strip() for override in secrets}
+    other = sorted(given.difference(hidden))
+    if other:
+        raise UserError(
+            f"--resume takes no --set of `{other[0]}`: `{run}` goes on as it was configured. "
+            "Leave it out."
+        )
+    missing = [key for key in hidden if key not in given]
+    if missing:
+        raise UserError(
+            f"`{run / CONFIG}` does not hold the secrets of the run. Give again: "
+            + " ".join(f"--set {key}=…" for key in missing)
+        )
+    return read_config(run / CONFIG, secrets)
 
 
 def find_model(path: str) -> Path:
@@ -131,30 +165,35 @@ def execute(
 
     `stopping` is called, from the signal's handler, when the user asks the run to stop.
     """
-    steps: list[StepRecord] = []
-    begin = time.perf_counter()
-    evaluations: list[EvalRecord] = []
-    with (
-        _full_disk_named(plan.out),
-        Session(
-            plan,
-            [steps.append, *watch],
-            watch_evaluations=[evaluations.append, *watch_evaluations],
-            listeners=listeners,
-            warmup_steps=warmup_steps,
-        ) as session,
-    ):
-        runtime = _runtime(session)
-        ending = Ending(False, "the run failed")
-        try:
-            with _interruptible(runtime.stop, stopping):
-                ending = runtime.run()
-        except BaseException as error:
-            ending = Ending(False, f"{type(error).__name__}: {error}")
-            raise
-        finally:
-            summary, audit = session.close(ending, time.perf_counter() - begin)
-    return Run(plan.out, ending, tuple(steps), tuple(evaluations), summary, audit)
+    while True:
+        begin = time.perf_counter()
+        with (
+            _full_disk_named(plan.out),
+            Session(
+                plan,
+                watch,
+                watch_evaluations=watch_evaluations,
+                listeners=listeners,
+                warmup_steps=warmup_steps,
+            ) as session,
+        ):
+            runtime = _runtime(session)
+            ending = Ending(False, "the run failed")
+            try:
+                with _interruptible(runtime.stop, stopping):
+                    ending = runtime.run()
+            except BaseException as error:
+                ending = Ending(False, f"{type(error).__name__}: {error}")
+                raise
+            finally:
+                summary, audit = session.close(ending, time.perf_counter() - begin)
+        if not ending.paused:
+            break
+        plan = replace(plan, resumed=True)
+    records = read_records(plan.out / METRICS_OF_STEPS)
+    steps = tuple(record for record in records if isinstance(record, StepRecord))
+    evaluations = tuple(record for record in records if isinstance(record, EvalRecord))
+    return Run(plan.out, ending, steps, evaluations, summary, audit)
 
 
 def _runtime(session: Session) -> Runtime:
@@ -234,7 +273,7 @@ def _full_disk_named(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         raise RunFailed(
             f"No space left on device for the run: `{out}`. Free some, or set run.out elsewhere."

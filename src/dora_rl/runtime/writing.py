@@ -63,14 +63,14 @@ class Writing(msgspec.Struct):
             turns=self.turn + 1,
         )
 
-    def prefix(self) -> Prefix:
+    def prefix(self, fence: Fence, start: int) -> Prefix:
         return Prefix(
             trajectory=self.trajectory,
-            tokens=tuple(self.tokens),
-            logprobs=tuple(self.logprobs),
+            fence=fence,
+            start=start,
+            tokens=tuple(self.tokens[start:]),
+            logprobs=tuple(self.logprobs[start:]),
             segments=tuple(self.segments),
-            observed=tuple(self.observed),
-            turn=self.turn,
         )
 
 

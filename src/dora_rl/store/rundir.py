@@ -5,6 +5,8 @@
     metrics.jsonl    the same of every train step, where there was a trainer
     trace.json       a timeline for Perfetto, where there was a trainer
     journal.jsonl    every event and the commands that answered it
+    ledger.sqlite    what became of every prompt, and what a resume needs
+    checkpoints/     step-N: a Hugging Face model directory each
     PARADIGM/        the same again for each paradigm, where a simulation ran several
 
 Nothing is ever overwritten. It knows files, not what stands in them.
@@ -19,12 +21,17 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from dora_rl.core.errors import UserError
+from dora_rl.core.journal import Written, closed
+from dora_rl.store.ledger import Ledger
 
 CONFIG = "config.toml"
 JOURNAL = "journal.jsonl"
+LEDGER = "ledger.sqlite"
 METRICS = "metrics.json"
 METRICS_OF_STEPS = "metrics.jsonl"
 TRACE = "trace.json"
+_STEP = "step-"  # begins the name of a checkpoint
+_LAST_LINE = 1 << 16  # bytes: a closing line is never longer
 _BUFFER = 1 << 20  # a big run writes millions of short lines
 
 
@@ -93,9 +100,41 @@ class JournalFile:
         return self.path.stat().st_size
 
     def lines(self) -> Iterator[str]:
-        """Its lines with their ends; every byte is one character, so that no file fails here."""
+        """Its lines with their ends; of a run that has not ended, what its ledger vouches for."""
+        ledger = self.path.parent / LEDGER
+        if self.path.name != JOURNAL or not ledger.is_file() or self._is_closed():
+            return self.raw_lines()
+        with Ledger.read(ledger) as books:
+            position = books.position
+        vouched = Written(position.records, position.bytes, position.sha256)
+        return closed(self.raw_lines(), vouched, "the run has not ended")
+
+    def _is_closed(self) -> bool:
+        with open(self.path, "rb") as file:
+            file.seek(max(0, self.size - _LAST_LINE))
+            return file.read().rpartition(b'\n{"end":')[1] != b""
+
+    def raw_lines(self) -> Iterator[str]:
+        """Every line that is there; every byte is one character, so that no file fails here."""
         with open(self.path, encoding="latin-1", newline="\n", buffering=_BUFFER) as file:
             yield from file
+
+
+def checkpoint_path(directory: Path, step: int) -> Path:
+    return directory / f"{_STEP}{step}"
+
+
+def step_of(checkpoint: Path) -> int | None:
+    """The step that a checkpoint's directory is named by; None if it is not one of ours."""
+    number = checkpoint.name.removeprefix(_STEP)
+    ours = checkpoint.name.startswith(_STEP) and number.isdecimal()
+    return int(number) if ours else None
+
+
+def checkpoints_in(directory: Path) -> list[tuple[int, Path]]:
+    """The checkpoints of a run, in the order of their steps."""
+    found = directory.iterdir() if directory.is_dir() else ()
+    return sorted((step, path) for path in found if (step := step_of(path)) is not None)
 
 
 def check_free(path: str | Path) -> None:

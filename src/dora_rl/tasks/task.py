@@ -1,8 +1,11 @@
 """Everything of a task that a run needs, opened from its settings or from Python objects."""
 
 import hashlib
+import importlib.util
+import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -135,16 +138,18 @@ class Task:
         )
 
     @property
-    def fingerprint(self) -> str:
-        """A digest of prompts, tokenizer, template, rewards and environment by name."""
-        parts = [*self.rewards, *([] if self._environment is None else [self._environment])]
-        content = {
-            "prompts": self.stream.fingerprint,
-            "encoder": None if self._encoder is None else self._encoder.fingerprint,
-            "parts": [[part.name, _shown(part), part.weight, part.options] for part in parts],
+    def fingerprints(self) -> dict[str, str]:
+        """Digests of the prompts, the tokenizer with its template, the rewards, the environment.
+
+        Of a reward or an environment: its name, its options, and the file that it stands in.
+        """
+        environment = [] if self._environment is None else [self._environment]
+        return {
+            "prompts": _digest(self.stream.fingerprint),
+            "tokenizer": _digest(None if self._encoder is None else self._encoder.fingerprint),
+            "reward": _digest([_described(part) for part in self.rewards]),
+            "environment": _digest([_described(part) for part in environment]),
         }
-        text = json.dumps(content, sort_keys=True, default=str)
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def reward_parts(reward: Any) -> tuple[Part, ...]:
@@ -199,7 +204,25 @@ def _stream(
     )
 
 
-def _shown(part: Part) -> str:
-    if isinstance(part.function, str):
-        return part.function
-    return name_of(part.function) or part.name
+def _described(part: Part) -> list[Any]:
+    function = part.function
+    shown = function if isinstance(function, str) else name_of(function) or part.name
+    return [part.name, shown, part.weight, part.options, _source(function)]
+
+
+def _source(function: Any) -> str | None:
+    """The text of the file that a function stands in, where there is one; nothing is imported."""
+    if isinstance(function, str):
+        with suppress(ImportError, ValueError):
+            spec = importlib.util.find_spec(function.partition(":")[0])
+            if spec is not None and spec.origin is not None and spec.origin.endswith(".py"):
+                return Path(spec.origin).read_text(encoding="utf-8", errors="replace")
+        return None
+    with suppress(OSError, TypeError):
+        return inspect.getsource(function)
+    return None
+
+
+def _digest(content: Any) -> str:
+    text = json.dumps(content, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -31,8 +31,8 @@ def main() -> int:
                     replica.take(replica.batch(samples))
                 case Publish():
                     replica.published()
-                case Save(directory):
-                    replica.save(Path(directory))
+                case Save():
+                    replica.snapshot()
                 case Restore(directory):
                     replica.restore(Path(directory))
     leave(world)

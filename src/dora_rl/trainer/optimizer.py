@@ -1,12 +1,12 @@
 """AdamW with warm-up, schedule and clipping; its state by the names of the parameters."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from dora_rl.trainer.errors import TrainerError
+from dora_rl.trainer.errors import CheckpointError, TrainerError
 from dora_rl.trainer.model import full, local, part_of
 from dora_rl.trainer.settings import Schedule, TrainSettings
 
@@ -82,26 +82,36 @@ class Optimizer:
 
     def state(self) -> dict[str, Tensor]:
         """All moments, whole, by parameter; every process of the group must ask."""
-        return {
-            f"{moment}.{name}": full(self._adam.state[parameter][moment])
-            for name, parameter in self._parameters.items()
-            for moment in _MOMENTS
-            if self._adam.state.get(parameter)
-        }
+        return {name: full(moment) for name, moment in self.moments()}
+
+    def moments(self) -> Iterator[tuple[str, Tensor]]:
+        """The moments themselves, of which this process may have a part."""
+        for name, parameter in self._parameters.items():
+            if self._adam.state.get(parameter):
+                for moment in _MOMENTS:
+                    yield f"{moment}.{name}", self._adam.state[parameter][moment]
 
     def load(self, state: Mapping[str, Tensor], count: int) -> None:
-        """Go on from what `state` returned."""
-        self.clear()
-        self._adam.state.clear()
-        self.count = count
+        """Go on from what `state` returned; what does not fit is refused, and changes nothing."""
+        loaded: dict[Tensor, dict[str, Tensor]] = {}
         for name, parameter in self._parameters.items():
-            if f"{_MOMENTS[0]}.{name}" not in state:
+            if not any(f"{moment}.{name}" in state for moment in _MOMENTS):
                 continue
             entry = {"step": torch.tensor(float(count), device=parameter.device)}
             for moment in _MOMENTS:
+                value = state.get(f"{moment}.{name}")
+                if value is None or value.shape != parameter.shape:
+                    raise CheckpointError(
+                        f"the optimizer's `{moment}.{name}` is missing or has another shape than "
+                        f"`{list(parameter.shape)}`. Restore an earlier checkpoint."
+                    )
                 entry[moment] = torch.zeros_like(parameter, requires_grad=False)
-                local(entry[moment]).copy_(part_of(state[f"{moment}.{name}"], parameter))
-            self._adam.state[parameter] = entry
+                local(entry[moment]).copy_(part_of(value, parameter))
+            loaded[parameter] = entry
+        self.clear()
+        self._adam.state.clear()
+        self._adam.state.update(loaded)
+        self.count = count
 
     def snapshot(self) -> Callable[[], None]:
         """A function that brings weights and moments back to what they are now."""

@@ -42,7 +42,7 @@ class Publish(msgspec.Struct, frozen=True, tag=True):
 
 
 class Save(msgspec.Struct, frozen=True, tag=True):
-    directory: str
+    pass
 
 
 class Restore(msgspec.Struct, frozen=True, tag=True):

@@ -3,7 +3,7 @@
 All of them are asked the same in the same order, for most of it needs the whole group.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,13 @@ from dora_rl.trainer.batches import Batch, make_batch
 from dora_rl.trainer.errors import CheckpointError
 from dora_rl.trainer.model import VALUE_HEAD, full, load, local, part_of
 from dora_rl.trainer.optimizer import Optimizer
+from dora_rl.trainer.progress import Progress
 from dora_rl.trainer.report import StepReport
 from dora_rl.trainer.settings import Schedule, TrainSettings
+from dora_rl.trainer.snapshot import MASTER, Facts, Snapshot, copied, facts_of
 from dora_rl.trainer.step import Stepper
 from dora_rl.trainer.world import World
-from dora_rl.weights.huggingface import map_model
+from dora_rl.weights.checks import shown
 from dora_rl.weights.store import WeightStore
 
 # These change how a step is computed, not what: a checkpoint may go on with others.
@@ -34,7 +36,6 @@ _FREE = {
     "threads",
     "token_budget",
 }
-_MASTER = "master."
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +82,7 @@ class Replica:
         world.shard(self.policy)
         self._parameters = dict(self.policy.named_parameters())
         self._optimizer = Optimizer(self._parameters, train, plan.total_steps, world.total)
+        self.progress = Progress()
         self._stepper = Stepper(
             self.policy,
             self.source,
@@ -90,6 +92,7 @@ class Replica:
             WeightStore(Path(plan.store)),
             world,
             plan.total_steps,
+            self.progress,
         )
         self.step = 0  # steps taken: also the version of these weights
         self.report: StepReport | None = None  # of the last step
@@ -100,14 +103,20 @@ class Replica:
         return make_batch(samples, vocab_size=self.vocab_size)
 
     def take(self, batch: Batch) -> StepReport:
-        report = self._stepper.take(self.step, batch)
-        self.step += 1
-        self.report = report
+        with self.progress.deferred():
+            report = self._stepper.take(self.step, batch)
+            self.step += 1
+            self.report = report
         return report
 
     def published(self) -> dict[str, Tensor]:
         """The weights by the names of the checkpoint, whole, in the dtype of publication."""
-        return {name: full(p).to(self._dtype(name)) for name, p in self._named()}
+        weights = {}
+        with self.progress.deferred():
+            for name, parameter in self._named():
+                weights[name] = full(parameter).to(self._dtype(name))
+                self.progress()
+        return weights
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         for name, saved in self.source.names.items():
@@ -121,47 +130,75 @@ class Replica:
 
     # Checkpoints
 
-    def save(self, directory: Path) -> None:
-        """The leader writes; the others lend it their parts."""
-        weights = self.published()
-        state = self._optimizer.state()
-        state |= {
-            f"{_MASTER}{name}": full(parameter)
-            for name, parameter in self._parameters.items()
-            if name.startswith(VALUE_HEAD)
-        }
-        for name, parameter in self._named():
-            if self._dtype(name) != torch.float32:
-                state[f"{_MASTER}{name}"] = full(parameter)
-        if self._leads:
-            facts = {
-                "step": self.step,
-                "updates": self._optimizer.count,
-                "model": self.model_digest(),
-                "settings": self.plan.facts(),
-                "report": None if self.report is None else msgspec.to_builtins(self.report),
-            }
-            checkpoint.write(Path(directory), self.source.directory, weights, state, facts)
+    def snapshot(self) -> Snapshot | None:
+        """A copy of all that a checkpoint holds: the leader's; the others lend it their parts."""
+        heads = ((n, p) for n, p in self._parameters.items() if n.startswith(VALUE_HEAD))
+        with self.progress.deferred():
+            weights = self._copies(self._named())
+            state = self._copies(self._optimizer.moments())
+            state |= self._copies((f"{MASTER}{name}", head) for name, head in heads)
+        if not self._leads:
+            return None
+        step, updates, report = self.step, self._optimizer.count, self.report
+
+        def facts() -> Facts:
+            return Facts(
+                step=step,
+                updates=updates,
+                model=self.model_digest(),
+                settings=self.plan.facts(),
+                report=report,
+            )
+
+        dtypes = {name: self._dtype(name) for name in weights}
+        return Snapshot(self.source.directory, weights, dtypes, state, facts)
+
+    def _copies(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        copies = {}
+        for name, tensor in tensors:
+            copy = copied(tensor)
+            if self._leads:  # no other process has room for all of them
+                copies[name] = copy
+            self.progress()
+        return copies
 
     def restore(self, directory: Path) -> None:
         """Everything is read and checked before anything is changed."""
         directory = Path(directory)
-        facts = checkpoint.read(directory)
+        found = checkpoint.read(directory, self.progress)
+        facts = facts_of(found)
         self._refuse_others(directory, facts)
-        state = checkpoint.state_tensors(directory, facts["step"])
-        weights = map_model(directory)
-        masters = {}
-        for name in self._parameters:
-            saved = self.source.names.get(name, name)
-            key = f"{_MASTER}{saved}"
-            masters[name] = state[key] if key in state else weights[saved]
-        with torch.no_grad():
+        state = found.state_tensors()
+        self.progress()
+        masters = self._masters(directory, found.weights(), state)
+        with self.progress.deferred(), torch.no_grad():
+            self._optimizer.load(state, facts.updates)
+            self.progress()
             for name, parameter in self._parameters.items():
-                local(parameter).copy_(part_of(masters[name], parameter))
-        self._optimizer.load(state, facts["updates"])
-        self.step = facts["step"]
-        report = facts["report"]
-        self.report = None if report is None else msgspec.convert(report, StepReport)
+                local(parameter).copy_(masters[name])
+                self.progress()
+            self._stepper.forget()
+            self.step = facts.step
+            self.report = facts.report
+
+    def _masters(
+        self, directory: Path, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """The float32 weights of a checkpoint: this process's part of each parameter."""
+        masters = {}
+        for name, parameter in self._parameters.items():
+            saved = self.source.names.get(name)
+            if saved is not None and self._dtype(saved) == torch.float32:
+                tensor = weights.get(saved)
+            else:
+                tensor = state.get(f"{MASTER}{saved or name}")
+            if tensor is None or tensor.shape != parameter.shape or tensor.dtype != torch.float32:
+                raise CheckpointError(
+                    f"`{directory}` has no float32 weights `{saved or name}` of the shape "
+                    f"`{list(parameter.shape)}`. Restore an earlier checkpoint."
+                )
+            masters[name] = part_of(tensor, parameter)
+        return masters
 
     def model_digest(self) -> str:
         """The initial policy's, computed once: it reads all of it."""
@@ -169,20 +206,21 @@ class Replica:
             self._digest = self.source.digest()
         return self._digest
 
-    def _refuse_others(self, directory: Path, facts: Mapping[str, Any]) -> None:
-        if facts["model"] != self.model_digest():
+    def _refuse_others(self, directory: Path, facts: Facts) -> None:
+        if facts.model != self.model_digest():
             raise CheckpointError(
                 f"`{directory}` was trained from another model: its initial weights have the "
-                f"digest `{facts['model']}`, those of `{self.source.directory}` have "
+                f"digest `{facts.model}`, those of `{self.source.directory}` have "
                 f"`{self.model_digest()}`. Name the model that the run began with."
             )
-        mine, theirs = self.plan.facts(), facts["settings"]
+        mine, theirs = self.plan.facts(), facts.settings
         # Through JSON, as the checkpoint's own: tuples have become lists.
         mine = msgspec.json.decode(msgspec.json.encode(mine))
         changed = [k for k in sorted(mine.keys() | theirs.keys()) if mine.get(k) != theirs.get(k)]
         if changed:
             diff = "; ".join(
-                f"{key} was `{theirs.get(key)}` and is `{mine.get(key)}`" for key in changed
+                f"{key} was {shown(theirs.get(key))} and is {shown(mine.get(key))}"
+                for key in changed
             )
             raise CheckpointError(
                 f"`{directory}` was trained with other settings: {diff}. Set them as they were."

@@ -6,7 +6,7 @@ through the model. Sums over the processes make all of them decide alike.
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,6 +74,7 @@ class Stepper:
         store: WeightStore,
         world: World,
         total_steps: int,
+        progress: Callable[[], None],
     ) -> None:
         self.policy = policy
         self.source = source
@@ -83,6 +84,7 @@ class Stepper:
         self._store = store
         self._world = world
         self._total_steps = total_steps
+        self._progress = progress
         self._versions: dict[Version, LoadedWeights] = {}
 
     def take(self, step: int, batch: Batch) -> StepReport:
@@ -101,7 +103,9 @@ class Stepper:
                 loss, norm = self._minibatch(batch, rows, scores, targets, tally, first)
                 losses.append(loss)
                 norms.append(norm)
+                self._progress()
                 self.optimizer.update(step, norm)
+                self._progress()
         except BaseException:
             self.optimizer.clear()
             if undo is not None:
@@ -123,6 +127,10 @@ class Stepper:
             updates=len(parts),
             metrics={name: float(value) for name, value in metrics.items()},
         )
+
+    def forget(self) -> None:
+        """Let go of other versions' weights: they may be published anew."""
+        self._versions = {}
 
     # Before the first update
 
@@ -148,6 +156,7 @@ class Stepper:
         for version in batch.versions:
             if version not in kept:
                 kept[version] = self._store.load(version)
+                self._progress()
             with other_weights(self.policy, self.source.names, kept[version].tensors):
                 sampled_T = batch.version_T == version
                 rows = [
@@ -174,6 +183,7 @@ class Stepper:
             logprobs_T[micro.flat_T] = logprobs
             if values is not None:
                 values_T[micro.flat_T] = values
+            self._progress()
         self._world.total(logprobs_T)
         if self.policy.value_head is None:
             return logprobs_T, None
@@ -235,6 +245,7 @@ class Stepper:
                 part = logprobs_T.sum() + (0.0 if values_T is None else values_T.sum())
             part.backward()  # type: ignore[no-untyped-call]
             loss += part.detach()
+            self._progress()
         loss_sum = float(self._world.total(loss))
         norm = self.optimizer.grad_norm()
         for name, value in (("loss", loss_sum), ("gradient norm", norm)):

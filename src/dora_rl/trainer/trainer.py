@@ -1,10 +1,13 @@
 """The trainer that a runtime talks to: steps, versions and checkpoints, in order.
 
-Not thread-safe. Train step `s` is taken at version `s` and makes version `s + 1`.
+Not thread-safe; checkpoints are written by a thread that it keeps to itself. Train step `s` is
+taken at version `s` and makes version `s + 1`.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 
 from dora_rl.algorithms.settings import AlgorithmSettings
@@ -12,13 +15,17 @@ from dora_rl.core.types import Version
 from dora_rl.samples import Sample
 from dora_rl.trainer.errors import StepRejected, TrainerError
 from dora_rl.trainer.parallel import Followers, Publish, Restore, Save, Train
+from dora_rl.trainer.progress import nothing
 from dora_rl.trainer.replica import Plan, Replica
 from dora_rl.trainer.report import StepReport
+from dora_rl.trainer.saving import Saving
 from dora_rl.trainer.settings import TrainSettings
 from dora_rl.trainer.world import leave
 from dora_rl.weights.store import WeightStore
 
-__all__ = ["StepRejected", "StepReport", "Trainer"]
+__all__ = ["Saving", "StepRejected", "StepReport", "Trainer"]
+
+_TELL_S = 1.0  # between two signs of progress while a thread of the trainer writes
 
 
 class Trainer:
@@ -28,6 +35,7 @@ class Trainer:
         self._replica = replica
         self._followers = followers
         self._store = store
+        self._saving: Saving | None = None  # the last
 
     @classmethod
     def open(
@@ -41,11 +49,12 @@ class Trainer:
         temperature: float,
         total_steps: int,
         seed: int,
+        progress: Callable[[], None] = nothing,
     ) -> "Trainer":
         """A trainer at version 0, the policy in `model`; nothing is published yet.
 
         `temperature` is that of sampling: logits are divided by it. `total_steps` ends the
-        schedule, and may be 0 where it is constant.
+        schedule, and may be 0 where it is constant. `progress` is an attribute too.
         """
         if not 0 < temperature < float("inf"):
             raise TrainerError(
@@ -67,11 +76,27 @@ class Trainer:
         )
         followers = Followers.start(plan, train.processes)
         try:
-            return cls(Replica(plan, followers.join()), followers, store)
+            trainer = cls(Replica(plan, followers.join()), followers, store)
         except BaseException:
             followers.close()
             leave(followers.world)
             raise
+        trainer.progress = progress
+        return trainer
+
+    @property
+    def progress(self) -> Callable[[], None]:
+        """Called often during whatever takes long, so that a long step is not taken for a hang.
+
+        After every pass of a micro-batch, around every update, between the tensors and files of
+        a checkpoint, and while one or a version is waited for. It must be quick. What it raises
+        passes where nothing is half done: that of a step, after the step has been counted.
+        """
+        return self._replica.progress.tell
+
+    @progress.setter
+    def progress(self, progress: Callable[[], None]) -> None:
+        self._replica.progress.tell = progress
 
     @property
     def step(self) -> int:
@@ -106,20 +131,53 @@ class Trainer:
         self._followers.tell(Publish())
         with self._followers.watched():
             weights = self._replica.published()
-        return self._store.publish(version, weights).digest
+        tell = self._replica.progress
+        # By a thread, so that a slow disk or a lock is not taken for a hang here.
+        with ThreadPoolExecutor(1, "dora-rl publication") as pool:
+            written = pool.submit(self._store.publish, version, weights)
+            tell()
+            while wait([written], _TELL_S).not_done:
+                tell()
+        tell()
+        return written.result().digest
+
+    def begin_save(self, directory: Path) -> Saving:
+        """Copy all that a checkpoint holds, as it is now, and write it from a thread.
+
+        Training may go on at once. One is written at a time: the next waits for it here. What
+        goes wrong with the disk shows in the `Saving`.
+        """
+        self._wait_for_saving()
+        self._followers.tell(Save())
+        with self._followers.watched():
+            snapshot = self._replica.snapshot()
+        assert snapshot is not None  # this is the leader
+        directory = Path(directory)
+        self._saving = Saving(directory, partial(snapshot.write, directory))
+        return self._saving
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint: a Hugging Face model directory that `restore` continues from."""
-        self._followers.tell(Save(str(directory)))
-        with self._followers.watched():
-            self._replica.save(Path(directory))
+        saving = self.begin_save(directory)
+        self._wait_for_saving()
+        saving.check()
 
     def restore(self, directory: Path) -> None:
         """Go on from a checkpoint, to the bit. Another model or other settings are refused."""
+        self._wait_for_saving()  # it may be this one
         self._followers.tell(Restore(str(directory)))
         self._replica.restore(Path(directory))
 
     def close(self) -> None:
-        """End the other processes; the trainer must not be used again."""
-        self._followers.close()
-        leave(self._followers.world)
+        """Wait for a checkpoint that is being written, and end the other processes.
+
+        The trainer must not be used again.
+        """
+        with self._replica.progress.deferred():
+            self._wait_for_saving()
+            self._followers.close()
+            leave(self._followers.world)
+
+    def _wait_for_saving(self) -> None:
+        while self._saving is not None and not self._saving.wait(_TELL_S):
+            self._replica.progress()

@@ -26,6 +26,7 @@ _FIXES = {
     errno.EROFS: "Name a directory that can be written.",
     errno.ENOENT: "Check the path; it may have been deleted.",
     errno.ELOOP: "Put the file itself here, not a link to it.",
+    errno.ENOMEM: "It is larger than this machine's memory can hold or map.",
     errno.EMFILE: "Raise the limit of open files (`ulimit -n`).",
     errno.EOPNOTSUPP: "Use a file system that has file locks.",
     errno.ENOLCK: "Use a file system that has file locks.",
@@ -130,10 +131,19 @@ def names(path: Path) -> list[str]:
 def remove_tree(path: Path) -> None:
     """Remove a directory that nobody else can see; another may be removing it too.
 
+    A link, or a file in its place, is removed itself: what it leads to is not ours.
     Some network file systems keep a deleted file until its last mapping is gone: then the
     directory stays, and the next sweep takes it.
     """
     with _naming("remove", path):
+        try:
+            is_directory = stat.S_ISDIR(os.lstat(path).st_mode)
+        except FileNotFoundError:
+            return
+        if not is_directory:
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+            return
         with suppress(FileNotFoundError), os.scandir(path) as found:
             for entry in found:
                 if entry.is_dir(follow_symlinks=False):
@@ -153,7 +163,7 @@ def remove_tree(path: Path) -> None:
 def locked(path: Path, timeout_s: float) -> Iterator[None]:
     """Hold the lock that this file is. The kernel frees it when its holder dies."""
     with _naming("open", path):
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
         _wait_for_lock(fd, path, timeout_s)
         try:

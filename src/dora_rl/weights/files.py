@@ -9,6 +9,8 @@ What is read may come from anyone: every offset is checked before a tensor is ma
 
 import json
 import mmap
+import os
+import re
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library too
 _LENGTH = struct.Struct("<Q")
 _METADATA = "__metadata__"
 _KEYS = frozenset({"dtype", "shape", "data_offsets"})
+_PICKLE = re.compile(rb"\x80[\x02-\x05]|PK\x03\x04")  # plain, or in a zip as torch.save writes it
 _ALIGN = 64  # a cache line: where sizes are multiples of it, every tensor starts on one
 
 
@@ -65,14 +68,27 @@ def map_tensors(path: Path, *, follow_links: bool = False) -> MappedFile:
     where = f"`{path}`"
     if data is None or len(data) < _LENGTH.size:
         raise WeightsError(f"{where} is too short to be safetensors. Write it again.")
-    start = _data_start(_LENGTH.unpack(data[: _LENGTH.size])[0], len(data), where)
+    start = _data_start(data[: _LENGTH.size], len(data), where)
     head = data[:start]
     stored = _parse_header(head[_LENGTH.size :], start, len(data), where)
-    return MappedFile(len(data), head, {name: _map(data, at) for name, at in stored.items()})
+    try:
+        _check_copies(stored.values())
+        tensors = {name: _map(data, at) for name, at in stored.items()}
+    except MemoryError:  # a sparse file can claim to be of any size
+        raise WeightsError(
+            f"{where} is larger than this machine's memory: it is not read."
+        ) from None
+    return MappedFile(len(data), head, tensors)
 
 
-def _data_start(length: int, size: int, where: str) -> int:
+def _data_start(first: bytes, size: int, where: str) -> int:
     """Refuse a header that is too long, before a byte of it is read."""
+    length: int = _LENGTH.unpack(first)[0]
+    if length > size - _LENGTH.size and _PICKLE.match(first):
+        raise WeightsError(
+            f"{where} is a pickle under another name, which can run code when it is read. It is "
+            "not read: save the model with `save_pretrained`, which writes safetensors."
+        )
     if length > MAX_HEADER_BYTES:
         raise WeightsError(
             f"the header of {where} has {length} bytes; the limit is {MAX_HEADER_BYTES}. "
@@ -128,13 +144,25 @@ def _parse_entry(value: Any, start: int, where: str) -> Stored:
     return Stored(dtype, shape, start + begin, start + end)
 
 
+def _check_copies(tensors: Iterable[Stored]) -> None:
+    """Some systems promise memory that they do not have, and kill who uses it."""
+    copied = sum(stored.end - stored.begin for stored in tensors if _is_odd(stored))
+    if copied > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+        raise MemoryError
+
+
+def _is_odd(stored: Stored) -> bool:
+    """Whether it must be copied, since some processors cannot read it in place."""
+    return stored.begin % DTYPES[stored.dtype].itemsize != 0  # never in our files
+
+
 def _map(data: mmap.mmap, stored: Stored) -> torch.Tensor:
     dtype = DTYPES[stored.dtype]
     count = (stored.end - stored.begin) // dtype.itemsize
     if count == 0:
         return torch.empty(stored.shape, dtype=dtype)
-    if stored.begin % dtype.itemsize:  # never in our files: some processors cannot read it
-        copy = bytearray(data[stored.begin : stored.end])
+    if _is_odd(stored):
+        copy = bytearray(memoryview(data)[stored.begin : stored.end])
         return torch.frombuffer(copy, dtype=dtype).view(stored.shape)
     flat = torch.frombuffer(data, dtype=dtype, count=count, offset=stored.begin)
     return flat.view(stored.shape)

@@ -18,7 +18,7 @@ from dora_rl.weights import disk
 from dora_rl.weights.errors import WeightsError
 from dora_rl.weights.huggingface import map_model
 from dora_rl.weights.loading import LoadedWeights, open_version
-from dora_rl.weights.manifest import Manifest, read_manifest, version_of
+from dora_rl.weights.manifest import Manifest, read_manifest
 from dora_rl.weights.tensors import digests, ready, weights_digest
 from dora_rl.weights.versions import (
     DELETED,
@@ -26,6 +26,7 @@ from dora_rl.weights.versions import (
     delete_version,
     hidden,
     path_of,
+    published_versions,
     sweep,
 )
 from dora_rl.weights.writing import check_tensors, write_version
@@ -50,8 +51,7 @@ class WeightStore:
 
     def versions(self) -> list[Version]:
         """The versions that are published, in order."""
-        found = disk.names(self.root) if disk.exists(self.root) else []
-        return sorted(v for v in map(version_of, found) if v is not None)
+        return published_versions(self.root)
 
     def manifest(self, version: Version) -> Manifest:
         """What a version consists of, by its manifest; the files are not looked at."""

@@ -19,6 +19,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # hashlib lets go of the interpreter: two threads are nearly twice as fast, and loading must
 # not take the whole machine from the engine that goes on generating.
 _HASH_THREADS = 2
+_FEW_BYTES = 1 << 20  # hashed in less time than it takes to start threads
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
@@ -84,6 +85,8 @@ def digests(
         return hashlib.sha256(bytes_of(prepare(name, tensors[name]))).hexdigest()
 
     largest_first = sorted(tensors, key=lambda name: -tensors[name].nbytes)
+    if sum(tensor.nbytes for tensor in tensors.values()) <= _FEW_BYTES:
+        return {name: sha256(name) for name in largest_first}
     with ThreadPoolExecutor(_HASH_THREADS) as pool:
         return dict(zip(largest_first, pool.map(sha256, largest_first), strict=True))
 

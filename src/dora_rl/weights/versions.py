@@ -11,7 +11,7 @@ from pathlib import Path
 from dora_rl.core.types import Version
 from dora_rl.weights import checks, disk
 from dora_rl.weights.errors import WeightsError
-from dora_rl.weights.manifest import directory_name
+from dora_rl.weights.manifest import directory_name, version_of
 
 PUBLISHING = ".publishing-"
 DELETED = ".deleted-"
@@ -20,6 +20,12 @@ DELETED = ".deleted-"
 def path_of(root: Path, version: Version) -> Path:
     """Where a version is, or would be."""
     return root / directory_name(checks.version_number(version))
+
+
+def published_versions(root: Path) -> list[Version]:
+    """The versions that are complete in a store, in order."""
+    found = disk.names(root) if disk.exists(root) else []
+    return sorted(v for v in map(version_of, found) if v is not None)
 
 
 def delete_version(root: Path, version: Version) -> None:

@@ -34,6 +34,7 @@ class Audit:
             e.InstanceJoined: self._joined,
             e.InstanceProgressed: fleet.progressed,
             e.InstanceFailed: self._gone,
+            e.InstanceStopped: self._stopped,
             e.VersionInstalled: fleet.installed,
             e.InstallFailed: fleet.install_failed,
             e.VersionEvicted: fleet.evicted,
@@ -152,9 +153,15 @@ class Audit:
             self._fleet.end(host)
             self._lose(host)
 
-    def _lose(self, host: Host) -> None:
+    def _stopped(self, event: e.InstanceStopped) -> None:
+        host = self._fleet.known(event.instance, event.incarnation)
+        if host is not None:
+            self._fleet.end(host)
+            self._lose(host, blame=False)
+
+    def _lose(self, host: Host, *, blame: bool = True) -> None:
         self._moves.lose(host)
-        self._work.lose(host)
+        self._work.lose(host, blame=blame)
 
     def _dismiss(self, command: c.Dismiss) -> None:
         host = self._fleet.known(command.instance, command.incarnation)

@@ -138,12 +138,12 @@ class Work:
         if moving.target is not None:
             moving.target.work.add(trajectory)
 
-    def lose(self, host: Host) -> None:
+    def lose(self, host: Host, *, blame: bool = True) -> None:
         """An instance is gone, with all that it held."""
         for trajectory in list(host.work):
             member = self.find(trajectory)
             if member is not None:
-                member.losses += 1
+                member.losses += blame
                 self._displace(trajectory, member)
         host.work.clear()
 

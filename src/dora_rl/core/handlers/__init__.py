@@ -24,6 +24,7 @@ HANDLERS: dict[type, Callable[[State, Any], None]] = {
     ev.InstanceProgressed: instances.instance_progressed,
     ev.InstanceLeaving: instances.instance_leaving,
     ev.InstanceFailed: instances.instance_failed,
+    ev.InstanceStopped: instances.instance_stopped,
     ev.VersionInstalled: instances.version_installed,
     ev.InstallFailed: instances.install_failed,
     ev.VersionEvicted: instances.version_evicted,

@@ -7,6 +7,7 @@ from dora_rl.core.events import (
     InstanceJoined,
     InstanceLeaving,
     InstanceProgressed,
+    InstanceStopped,
     VersionEvicted,
     VersionInstalled,
 )
@@ -132,6 +133,12 @@ def instance_failed(state: State, event: InstanceFailed) -> None:
     instance = live_instance(state, event.instance, event.incarnation)
     if instance is not None:
         hosting.lose(state, instance, event.reason, expel=False)
+
+
+def instance_stopped(state: State, event: InstanceStopped) -> None:
+    instance = live_instance(state, event.instance, event.incarnation)
+    if instance is not None:
+        hosting.lose(state, instance, "stopped", expel=False, blame=False)
 
 
 def version_installed(state: State, event: VersionInstalled) -> None:

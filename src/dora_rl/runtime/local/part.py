@@ -20,6 +20,8 @@ from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.local.channel import Channel, Gone
 
 _PR_SET_PDEATHSIG = 1
+_POLL_S = 0.05  # between two looks at a checkpoint that is being written
+_TELL_S = 1.0  # between two signs of progress
 
 
 def main(fd: int) -> int:
@@ -72,6 +74,7 @@ def _serve_rollout(channel: Channel, setup: ms.Setup, config: RunConfig) -> None
     instance.join()
     period_s = config.runtime.report_period_s
     report_at = time.monotonic() + period_s
+    save_at = time.monotonic() + config.run.save_every_s
     while True:
         # Nothing but the next report is due while there is no work.
         wait_s = 0.0 if instance.busy else max(0.0, report_at - time.monotonic())
@@ -86,6 +89,9 @@ def _serve_rollout(channel: Channel, setup: ms.Setup, config: RunConfig) -> None
         if time.monotonic() >= report_at:
             report_at = time.monotonic() + period_s
             instance.report()
+        if time.monotonic() >= save_at and not setup.evaluation and config.run.durable:
+            save_at = time.monotonic() + config.run.save_every_s
+            instance.save_prefixes()
         for answer in instance.outbox:
             channel.send(answer)
         instance.outbox.clear()
@@ -95,15 +101,33 @@ def _serve_training(channel: Channel, setup: ms.Setup, config: RunConfig) -> Non
     from dora_rl.runtime.training import TrainerPart
     from dora_rl.weights.store import WeightStore
 
+    store = WeightStore(Path(setup.weights))
     checkpoint = Path(setup.checkpoint) if setup.checkpoint else None
-    part = TrainerPart.open(config, Path(setup.model), WeightStore(Path(setup.weights)), checkpoint)
+    progress = _Progress(channel)
+    part = TrainerPart.open(config, Path(setup.model), store, checkpoint, progress=progress.made)
     channel.send(ms.TrainerReady())
     while True:
-        for message in channel.receive():
-            for answer in part.handle(message):  # type: ignore[arg-type]
-                channel.send(answer)
-            if isinstance(message, ms.Shutdown):
-                return
+        if channel.wait(_POLL_S):
+            for message in channel.receive():
+                for answer in part.handle(message):  # type: ignore[arg-type]
+                    channel.send(answer)
+                if isinstance(message, ms.Shutdown):
+                    return
+        for answer in part.poll():
+            channel.send(answer)
+
+
+class _Progress:
+    """Tells the driver now and then that the trainer gets on."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._told_at = 0.0
+
+    def made(self) -> None:
+        if time.monotonic() >= self._told_at + _TELL_S:
+            self._told_at = time.monotonic()
+            self._channel.send(ms.Progressed())
 
 
 def _limit_threads(threads: int) -> None:

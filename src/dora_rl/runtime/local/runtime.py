@@ -1,7 +1,8 @@
 """The loop of a local run: carries messages between the driver and the processes, keeps time.
 
-It takes no decision about the run. A rollout process that dies is reported and replaced; a
-trainer that dies ends the run; every wait has an end that names the culprit.
+It takes no decision about the run. A part that dies or hangs is replaced: a rollout process goes
+on with the prefixes that it saved, a trainer from the last checkpoint with the steps since. Every
+wait has an end that names the culprit.
 """
 
 import os
@@ -12,17 +13,16 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dora_rl.core.errors import UserError
-from dora_rl.core.types import InstanceId, Version
+from dora_rl.core.types import InstanceId
 from dora_rl.runtime import messages as ms
 from dora_rl.runtime.base import Runtime
 from dora_rl.runtime.errors import RunFailed
 from dora_rl.runtime.evaluation import EVALUATOR
 from dora_rl.runtime.local.channel import Gone
 from dora_rl.runtime.local.processes import PartProcess
-from dora_rl.runtime.resuming import go_on, put_back
+from dora_rl.runtime.resuming import steps_to_redo
 from dora_rl.runtime.session import Ending, Session
 from dora_rl.tasks.workers.scores import ScoreJob
-from dora_rl.weights.versions import delete_version
 
 _LONGEST_WAIT_S = 0.5  # so that an interrupt is noticed soon
 _FEWEST_S = 5.0  # an instance that dies sooner than this after its start did not serve
@@ -55,6 +55,11 @@ class LocalRuntime(Runtime):
         self._asked_to_stop = False
         self._stop_by: float | None = None
         self._trainer_ready = False
+        self._trainer_served = False  # one was ready, once
+        self._trainer_asked = 0  # messages that it has not answered
+        self._trainer_heard_at = 0.0
+        self._trainer_hung: str | None = None
+        self._trainer_failures = 0  # deaths since a step was taken
 
     def stop(self) -> None:
         """Finish the step that is under way, save, and end. Safe to call from a signal."""
@@ -67,20 +72,12 @@ class LocalRuntime(Runtime):
             for pool in self._pools:
                 for fd in pool.filenos():
                     self._selector.register(fd, selectors.EVENT_READ, None)
-            incarnations: dict[InstanceId, int] = {}
-            resumed = self._session.plan.resumed
-            if resumed is not None:
-                self._began = time.monotonic() - resumed.now
+            self._began = time.monotonic() - self._session.orchestrator.state.now
             self._start_trainer()
-            if resumed is not None:
-                put_back(self.driver, resumed)
-                # One that refuses the checkpoint leaves the run as it was.
-                while not self._trainer_ready and not self._done:
-                    self._turn()
-                if self._done:
-                    return self._saver.ending()
-                self._session.take_over()
-                incarnations = go_on(self.driver, self._session.orchestrator)
+            # A trainer that refuses the checkpoint leaves a resumed run as it was.
+            while self._session.plan.resumed and not self._trainer_ready:
+                self._turn()
+            incarnations = self._begin()
             for name in range(self._config.runtime.instances):
                 self._start_instance(name, incarnations.get(name, 0))
             while not self._done:
@@ -107,10 +104,14 @@ class LocalRuntime(Runtime):
             self.driver.ring()
         if self.driver.halted is not None:
             self._saver.halted()
+        self._session.commit_if_due()
         self._check_waits()
 
     def _wait_s(self) -> float:
         waits = [_LONGEST_WAIT_S]
+        commit_in_s = self._session.commit_in_s()
+        if commit_in_s is not None:
+            waits.append(commit_in_s)
         if self._timer_at is not None:
             waits.append(self._timer_at - self.now())
         waits += [due for pool in self._pools if (due := pool.due_in_s()) is not None]
@@ -129,12 +130,20 @@ class LocalRuntime(Runtime):
         examiner = self._examiner
         if self._evaluator is not None and examiner is not None and examiner.overdue(self.now()):
             self._evaluator.kill()  # its death is handled like any other
+        self._check_trainer()
         limit = self._config.runtime.start_timeout_s
-        if not self._trainer_ready and self.now() > self._ready_by:
-            raise RunFailed(f"the trainer was not ready after {limit:.0f} s")
         for instance in self._instances.values():
             if not instance.joined and self.now() > instance.started_at + limit:
                 instance.process.kill()  # its death is handled like any other
+
+    def _check_trainer(self) -> None:
+        """Progress counts, not an open channel."""
+        assert self._trainer is not None
+        runtime = self._config.runtime
+        limit = runtime.train_silence_s if self._trainer_ready else runtime.start_timeout_s
+        if self._trainer_asked and self.now() > self._trainer_heard_at + limit:
+            self._trainer_hung = f"the trainer showed no progress for {limit:.0f} s"
+            self._trainer.kill()  # its death is handled like any other
 
     # Processes
 
@@ -151,8 +160,11 @@ class LocalRuntime(Runtime):
         )
 
     def _start_trainer(self) -> None:
-        self._ready_by = self.now() + self._config.runtime.start_timeout_s
-        checkpoint = self._session.checkpoint_to_resume
+        """From the last checkpoint on, through the steps that were trained since."""
+        self._trainer_ready = False
+        self._trainer_heard_at = self.now()
+        self._trainer_asked = 1  # to be ready
+        checkpoint = self._session.last_checkpoint
         setup = self._setup(
             "trainer",
             self._config.threads().train,
@@ -161,6 +173,9 @@ class LocalRuntime(Runtime):
         log = self._session.plan.out / "logs" / "trainer.log"
         self._trainer = PartProcess("the trainer", setup, log)
         self._watch(self._trainer)
+        step = self._session.orchestrator.state.trainer.step
+        for message in steps_to_redo(self._session.ledger, step):
+            self.to_trainer(message)
 
     def _start_instance(self, name: InstanceId, incarnation: int, failures: int = 0) -> None:
         setup = self._setup(
@@ -193,11 +208,7 @@ class LocalRuntime(Runtime):
                 raise UserError(message.reason)
             return  # its death follows, and its log says more
         if process is self._trainer:
-            if isinstance(message, ms.TrainerReady):
-                self._trainer_ready = True
-                if self._session.plan.resumed is None:
-                    self.to_trainer(ms.PublishVersion(0))
-            self._from_trainer(message)
+            self._hear_trainer(message)
             return
         if process is self._evaluator:
             self._from_rollout(EVALUATOR, message)
@@ -208,13 +219,45 @@ class LocalRuntime(Runtime):
                 self._from_rollout(instance.name, message)
                 return
 
+    def _hear_trainer(self, message: ms.FromTrainer) -> None:
+        self._trainer_heard_at = self.now()
+        match message:
+            case ms.Progressed():
+                return
+            case ms.TrainerReady():
+                self._trainer_ready = self._trainer_served = True
+            case ms.Redone() if message.failure is not None:
+                raise RunFailed(f"step {message.step} could not be taken again: {message.failure}")
+            case ms.Trained() | ms.Rejected():
+                self._trainer_failures = 0
+        if not isinstance(message, ms.Saved):
+            self._trainer_asked -= 1
+        self._from_trainer(message)
+
+    def _replace_trainer(self, why: str) -> None:
+        """Another one gets to where it was, and is asked again for what it was doing."""
+        self._trainer_failures += 1
+        if not self._trainer_served or not self._config.run.durable:
+            raise RunFailed(f"{why}. See {self._session.plan.out / 'logs' / 'trainer.log'}.")
+        if self._trainer_failures > self._config.orchestration.max_train_attempts:
+            self._trainer_failures = 0
+            self.driver.reject_batch(why)
+            if self.driver.halted is not None:
+                return
+        self._session.commit()
+        self._start_trainer()
+        self.driver.ask_trainer_again()
+        self._saver.trainer_lost()
+
     def _died(self, process: PartProcess) -> None:
         self._selector.unregister(process.channel.socket)
         process.channel.close()
         why = process.death()
         process.kill()
         if process is self._trainer:
-            raise RunFailed(f"{why}. See {self._session.plan.out / 'logs' / 'trainer.log'}.")
+            self._replace_trainer(self._trainer_hung or why)
+            self._trainer_hung = None
+            return
         if process is self._evaluator:
             assert self._examiner is not None
             self._evaluator = None
@@ -274,14 +317,15 @@ class LocalRuntime(Runtime):
 
     def to_trainer(self, message: ms.ToTrainer) -> None:
         assert self._trainer is not None
+        if not isinstance(message, ms.Save):  # which is written beside its other work
+            if not self._trainer_asked:
+                self._trainer_heard_at = self.now()
+            self._trainer_asked += 1
         self._send(self._trainer, message)
 
     def expel(self, instance: InstanceId, incarnation: int, reason: str) -> None:
         if self._instances[instance].incarnation == incarnation:
             self._instances[instance].process.kill()
-
-    def delete(self, version: Version) -> None:
-        delete_version(self._session.weights, version)
 
     def score(self, ticket: int, job: ScoreJob) -> None:
         assert self._scores is not None

@@ -24,7 +24,7 @@ def main() -> None:
     os.dup2(0, 2)
     sys.stderr = sys.stdout
     build = functools.partial(serving.build, birth.program)
-    nursery.run(control, build, birth.program.limits, birth.driver)
+    nursery.run(control, build, birth.program.limits, birth.driver, birth.scratch)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -22,6 +23,7 @@ import msgspec
 
 from dora_rl.tasks.errors import TaskError
 from dora_rl.tasks.names import name_of, search_path
+from dora_rl.tasks.workers import scratch
 from dora_rl.tasks.workers.isolation import clean_environment
 from dora_rl.tasks.workers.wire import (
     Birth,
@@ -43,11 +45,14 @@ _CHUNK = 1 << 16
 class Nursery:
     """The driver's hold on a nursery."""
 
-    def __init__(self, control: socket.socket, pid: int, wait: Callable[[float], bool]) -> None:
+    def __init__(
+        self, control: socket.socket, pid: int, wait: Callable[[float], bool], directory: str
+    ) -> None:
         self.control = control
-        self.isolation = Isolation(network="open", privileges="inherited", memory="unlimited")
+        self.isolation = Isolation()
         self._pid = pid
         self._wait = wait
+        self._scratch = directory
         self._frames = Frames()
         self._closed = False
 
@@ -97,15 +102,25 @@ class Nursery:
         self._closed = True
         self.control.close()
         if not self._wait(_END_S):
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(self._pid, signal.SIGKILL)
+            self.kill()
             self._wait(_END_S)
+        scratch.remove(self._scratch)  # of one that was killed
+
+    def kill(self) -> None:
+        """End it at once; its workers end too. `close` is still to be called."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(self._pid, signal.SIGKILL)
 
 
 def start_nursery(program: Program) -> Nursery:
     """A nursery that has loaded the program."""
     named = _by_name(program)
-    return _fork(program) if named is None else _launch(named)
+    directory = tempfile.mkdtemp(prefix="dora-rl-workers-")
+    try:
+        return _fork(program, directory) if named is None else _launch(named, directory)
+    except BaseException:
+        scratch.remove(directory)
+        raise
 
 
 def _by_name(program: Program) -> Program | None:
@@ -119,25 +134,30 @@ def _by_name(program: Program) -> Program | None:
     return msgspec.structs.replace(program, parts=tuple(parts))
 
 
-def _launch(program: Program) -> Nursery:
+def _launch(program: Program, directory: str) -> Nursery:
     ours, theirs = socket.socketpair()
     path = search_path()
-    with theirs:
-        child = subprocess.Popen(
-            # -P: the search path is the driver's, and not the working directory first.
-            [sys.executable, "-P", "-m", "dora_rl.tasks.workers", str(theirs.fileno())],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            env=clean_environment(os.environ) | {"PYTHONPATH": os.pathsep.join(path)},
-            pass_fds=(theirs.fileno(),),
-            start_new_session=True,
-        )
+    try:
+        with theirs:
+            child = subprocess.Popen(
+                # -P: the search path is the driver's, and not the working directory first.
+                [sys.executable, "-P", "-m", "dora_rl.tasks.workers", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                env=clean_environment(os.environ) | {"PYTHONPATH": os.pathsep.join(path)},
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+    except BaseException:
+        ours.close()
+        raise
     assert child.stderr is not None
-    nursery = Nursery(ours, child.pid, functools.partial(_wait_for_child, child))
+    nursery = Nursery(ours, child.pid, functools.partial(_wait_for_child, child), directory)
     birth = Birth(
         program=program,
         driver=os.getpid(),
+        scratch=directory,
         path=path,
         environment_path=os.environ.get("PYTHONPATH"),
     )
@@ -165,17 +185,20 @@ def _wait_for_child(child: "subprocess.Popen[bytes]", timeout_s: float) -> bool:
     return True
 
 
-def _fork(program: Program) -> Nursery:
+def _fork(program: Program, directory: str) -> Nursery:
     ours, theirs = socket.socketpair()
     driver = os.getpid()
-    with warnings.catch_warnings():
-        # Python warns of other threads' locks: the fork runs the user's function and our loop.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
-    if pid == 0:
-        _be_nursery(program, theirs, driver)
-    theirs.close()
-    nursery = Nursery(ours, pid, functools.partial(_wait_for_fork, pid))
+    try:
+        with theirs, warnings.catch_warnings():
+            # Python warns of other threads' locks: the fork runs the user's function and our loop.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+            if pid == 0:
+                _be_nursery(program, theirs, driver, directory)
+    except BaseException:
+        ours.close()
+        raise
+    nursery = Nursery(ours, pid, functools.partial(_wait_for_fork, pid), directory)
     try:
         nursery.await_start(str)
     except BaseException:
@@ -184,7 +207,7 @@ def _fork(program: Program) -> Nursery:
     return nursery
 
 
-def _be_nursery(program: Program, control: socket.socket, driver: int) -> None:
+def _be_nursery(program: Program, control: socket.socket, driver: int, directory: str) -> None:
     """In the fork; never returns."""
     try:
         from dora_rl.tasks.workers import isolation, nursery, serving
@@ -192,7 +215,7 @@ def _be_nursery(program: Program, control: socket.socket, driver: int) -> None:
         os.setsid()
         isolation.forget_driver(control.fileno())
         build = functools.partial(serving.build, program)
-        nursery.run(control, build, program.limits, driver)
+        nursery.run(control, build, program.limits, driver, directory)
     finally:
         os._exit(1)
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from dora_rl.tasks.errors import TaskError
 from dora_rl.tasks.workers.births import Nursery, start_nursery
 from dora_rl.tasks.workers.wire import (
     Answer,
@@ -32,6 +33,7 @@ from dora_rl.tasks.workers.wire import (
 
 _CHUNK = 1 << 18
 _FAREWELL_S = 1.0  # between a closed socket and the report of how the worker ended
+_BIRTH_S = 60.0  # for a worker to be there; a nursery that takes longer is hung
 _PATIENCE = 4  # workers in a row that may end before they are ready, besides all at once
 
 
@@ -60,8 +62,10 @@ class _Worker:
     frames: Frames = field(default_factory=Frames)
     unsent: bytearray = field(default_factory=bytearray)
     ready: bool = False
+    asked: int = 0  # how often
     asked_at: float | None = None
     hung_up_at: float | None = None
+    wanted_at: float = field(default_factory=time.monotonic)
 
 
 class Crew:
@@ -126,6 +130,7 @@ class Crew:
             raise ValueError(f"worker {worker} is not idle")
         found = self._workers[worker]
         found.unsent += frame(content)
+        found.asked += 1
         found.asked_at = time.monotonic()
         self._send(worker, found)
 
@@ -210,7 +215,7 @@ class Crew:
             try:
                 for content in worker.frames.feed(data):
                     self._take(number, worker, msgspec.msgpack.decode(content, type=Word))
-            except (ValueError, msgspec.MsgspecError):
+            except (ValueError, RecursionError, msgspec.MsgspecError):
                 self._lose(number, "the worker sent what is not a message", kill=True)
                 return
 
@@ -219,7 +224,12 @@ class Crew:
             case Ready() if not worker.ready:
                 worker.ready = True
                 self._stillborn = 0
-            case Answer(content, seconds, spent) if worker.asked_at is not None:
+            case Answer(asked, content, seconds, spent) if (
+                worker.asked_at is not None and asked == worker.asked
+            ):
+                elapsed = time.monotonic() - worker.asked_at
+                if not 0 <= seconds <= elapsed:  # nobody has to believe it
+                    seconds = elapsed
                 worker.asked_at = None
                 if seconds > self._timeout_s:  # nobody looked in time; the limit holds all the same
                     self._events.append(Lost(number, self._timeout(), seconds))
@@ -247,7 +257,10 @@ class Crew:
         self._selector.unregister(self._nursery.control)
         self._nursery.close()
         orphans = list(self._workers)
-        self._nursery = self._start_nursery()
+        try:
+            self._nursery = self._start_nursery()
+        except (TaskError, OSError) as error:  # what could be loaded once cannot any more
+            self._stillborn, self._last_words = self._patience, str(error)
         for number in orphans:
             self._hear(number, self._workers[number])
             if number in self._workers:
@@ -259,6 +272,10 @@ class Crew:
             due = self._due(worker)
             if due is None or due > now:
                 continue
+            if not worker.ready and worker.hung_up_at is None:
+                self._nursery.kill()  # all is told when its socket is read
+                worker.wanted_at = now
+                continue
             hung_up = worker.hung_up_at is not None
             why = "the worker closed its socket" if hung_up else self._timeout()
             self._lose(number, why, kill=True)
@@ -266,6 +283,8 @@ class Crew:
     def _due(self, worker: _Worker) -> float | None:
         if worker.hung_up_at is not None:
             return worker.hung_up_at + _FAREWELL_S
+        if not worker.ready:
+            return worker.wanted_at + _BIRTH_S
         return None if worker.asked_at is None else worker.asked_at + self._timeout_s
 
     def _timeout(self) -> str:

@@ -1,43 +1,64 @@
 """What is taken from a process before it runs the user's code on what a policy wrote.
 
-No secrets in its environment, no network, no privileges, bounded memory and files. It guards
+No secrets in its environment, no network, no privileges; bounded memory, files and processes;
+nothing to write but a directory of its own, and nobody else to see or to signal. It guards
 against accidents and common mischief; code that a policy wrote, run on purpose, deserves a
 container around the whole as well. Linux has all of it, other systems a part; `Isolation` says
-what was had.
+what was had, as a trial found it.
 """
 
-import ctypes
 import gc
 import os
 import resource
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
+from dora_rl.tasks.workers import kernel
 from dora_rl.tasks.workers.wire import Isolation, Limits
 
+_LOCALE = (
+    *("ALL", "CTYPE", "NUMERIC", "TIME", "COLLATE", "MONETARY", "MESSAGES", "PAPER", "NAME"),
+    *("ADDRESS", "TELEPHONE", "MEASUREMENT", "IDENTIFICATION"),
+)
 KEPT = frozenset(
     (
         *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TMPDIR", "TZ", "VIRTUAL_ENV"),
         *("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "PYTHONHASHSEED"),
         *("HF_HOME", "XDG_CACHE_HOME", "ONEDNN_MAX_CPU_ISA"),
+        *(f"LC_{name}" for name in _LOCALE),
     )
 )
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _FILE_BYTES = 64 << 20
 _OPEN_FILES = 256
-_LINUX = sys.platform == "linux"
-_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
-_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _PR_SET_CHILD_SUBREAPER = 1, 38, 36
-_CAPABILITY_VERSION_3 = 0x20080522
+_PROCESSES = 512
+_SCRATCH = "size=256m,nr_inodes=16384,mode=0700"  # a file system in memory: it ends by itself
+_SHARED_MEMORY = "/dev/shm"
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty")
+# Where people keep what opens something, in the home directory.
+_PRIVATE = (
+    *(".ssh", ".gnupg", ".aws", ".azure", ".kube", ".docker", ".config/gcloud", ".config/gh"),
+    *(".netrc", ".git-credentials", ".pypirc", ".pgpass", ".cache/huggingface/token"),
+    *(".cache/huggingface/stored_tokens", ".huggingface/token", ".kaggle", ".config/wandb"),
+)
+
+
+class Cell(NamedTuple):
+    """What the namespaces around one worker gave it."""
+
+    own_view: bool  # of the processes
+    own_memory: bool  # that processes share by name
+    limited: bool  # the number of its processes
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """What a worker may know of the driver's environment."""
-    kept = {k: v for k, v in environment.items() if k in KEPT or k.startswith("LC_")}
+    kept = {name: value for name, value in environment.items() if name in KEPT}
     # The same rewards in every run, also from code that depends on the order of a set.
     kept.setdefault("PYTHONHASHSEED", "0")
     return kept | dict.fromkeys(_ONE_THREAD, "1")
@@ -67,56 +88,115 @@ def forget_driver(keep: int) -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     kept = clean_environment(os.environ)
-    _wipe_environment(set(kept))
     os.environ.clear()
     os.environ.update(kept)
+    kernel.wipe_start_environment(set(kept))
 
 
-def enter_nursery(limits: Limits) -> Isolation:
-    """For the process that forks the workers, before it imports the user's code."""
-    network = "open" if limits.network else _leave_network()
-    if _LINUX:
-        libc = _libc()
-        libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        # What a worker leaves behind becomes ours, and can be found and killed.
-        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    return Isolation(
-        network=network,
-        privileges="none" if _LINUX else "inherited",
-        memory="limited" if _LINUX else "unlimited",
-    )
+def enter_nursery(limits: Limits) -> bool:
+    """For the process that makes the workers, before it imports the user's code.
+
+    Whether it left the machine's network.
+    """
+    kernel.refuse_privileges()
+    kernel.adopt_orphans()  # what a worker leaves behind can be found and killed
+    if not kernel.LINUX and not limits.network:
+        block_sockets()
+    wanted = 0 if limits.network else kernel.NEW_NETWORK
+    # Root needs no namespace of users; for others it is the key to all the rest.
+    if os.geteuid() == 0 and kernel.unshare(wanted):
+        return bool(wanted)
+    user, group = os.getuid(), os.getgid()
+    if not kernel.unshare(wanted | kernel.NEW_USER):
+        return False
+    with suppress(OSError):
+        _write("/proc/self/uid_map", f"{user} {user} 1")
+        _write("/proc/self/setgroups", "deny")
+        _write("/proc/self/gid_map", f"{group} {group} 1")
+    return bool(wanted)
 
 
-def enter_worker(limits: Limits, nursery: int) -> None:
-    """For a worker, right after its fork."""
+def enter_cell(scratch: str) -> Cell:
+    """For the first process of a worker's own namespaces; whatever is refused stays as it was."""
+    kernel.mount("", "/", kernel.RECURSIVE | kernel.PRIVATE)
+    safe = kernel.NO_SETUID | kernel.NO_DEVICES
+    own_view = kernel.mount("proc", "/proc", safe | kernel.NO_PROGRAMS)
+    kernel.mount("tmpfs", scratch, safe, _SCRATCH)
+    own_memory = kernel.mount("tmpfs", _SHARED_MEMORY, safe, _SCRATCH)
+    for path in _private_paths(os.environ):
+        if os.path.isdir(path):
+            kernel.mount("tmpfs", path, safe | kernel.READ_ONLY, "size=4k,mode=0500")
+        elif os.path.isfile(path):
+            kernel.mount("", path, kernel.BIND, source=os.devnull)
+    return Cell(own_view, own_memory, kernel.limit_processes(_PROCESSES))
+
+
+def _private_paths(environment: Mapping[str, str]) -> list[str]:
+    home, hub = environment.get("HOME"), environment.get("HF_HOME")
+    return [
+        *(os.path.join(home, name) for name in _PRIVATE if home),
+        *(os.path.join(hub, name) for name in ("token", "stored_tokens") if hub),
+    ]
+
+
+def enter_worker(
+    limits: Limits, scratch: str, *, driver: int, alone: bool, cell: Cell | None
+) -> Isolation:
+    """For a worker, right after its fork; `alone` if it has not the machine's network."""
     with suppress(OSError):
         os.setpgid(0, 0)
+    _enter_scratch(scratch)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (_FILE_BYTES, _FILE_BYTES))
     _lower(resource.RLIMIT_NOFILE, _OPEN_FILES)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # an OSError instead of a death
-    if _LINUX:
+    if kernel.LINUX:
         _lower(resource.RLIMIT_AS, _mapped_bytes() + (limits.memory_mb << 20))
-        _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        _drop_capabilities()
-        if os.getppid() != nursery:  # it died before we asked to die with it
-            os._exit(1)
+        with suppress(OSError):
+            _write("/proc/self/oom_score_adj", "1000")  # rather we than the driver
+    shared = [_SHARED_MEMORY] if cell and cell.own_memory else []
+    confined = kernel.confine_writes([scratch, *shared, *limits.writable], _DEVICES)
+    privileges = kernel.drop_capabilities()
+    filtered = kernel.filter_calls(sockets=limits.network)
+    return Isolation(
+        network=_network(limits, alone, filtered),
+        privileges="none" if privileges else "inherited",
+        memory="limited" if kernel.LINUX else "unlimited",
+        processes="apart" if cell else "shared",
+        forks="limited" if cell and cell.limited else "unlimited",
+        writes="scratch" if confined else "anywhere",
+        driver="hidden" if (cell and cell.own_view) or not _can_look_into(driver) else "readable",
+    )
 
 
-def _leave_network() -> Literal["namespace", "python"]:
-    if _LINUX:
-        libc = _libc()
-        if libc.unshare(_CLONE_NEWNET) == 0:
-            return "namespace"
-        user, group = os.getuid(), os.getgid()
-        if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) == 0:
-            with suppress(OSError):
-                _write("/proc/self/uid_map", f"{user} {user} 1")
-                _write("/proc/self/setgroups", "deny")
-                _write("/proc/self/gid_map", f"{group} {group} 1")
-            return "namespace"
+def _can_look_into(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            file.read(1)
+    except OSError:
+        return False
+    return True
+
+
+def _network(
+    limits: Limits, alone: bool, filtered: bool
+) -> Literal["namespace", "filter", "python", "open"]:
+    if limits.network:
+        return "open"
+    if alone:
+        return "namespace"
+    if filtered:
+        return "filter"
     block_sockets()
     return "python"
+
+
+def _enter_scratch(scratch: str) -> None:
+    """What is written to the working or the temporary directory is ours alone, and goes with us."""
+    os.makedirs(scratch, mode=0o700, exist_ok=True)
+    sys.path[:] = [os.path.abspath(entry) for entry in sys.path]  # it may name where we were
+    os.chdir(scratch)
+    os.environ["TMPDIR"] = tempfile.tempdir = scratch
 
 
 def block_sockets() -> None:
@@ -144,25 +224,6 @@ def _refuse() -> NoReturn:
     raise PermissionError("no network here: set task.reward_network = true to allow it")
 
 
-def _drop_capabilities() -> None:
-    """Root without its powers: it cannot join another network, or read the driver's memory."""
-    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
-    _libc().capset(header, (ctypes.c_uint32 * 6)())
-
-
-def _wipe_environment(keep: set[str]) -> None:
-    """Overwrite what the system itself would show of the environment at our start."""
-    if not _LINUX:
-        return
-    entries = ctypes.POINTER(ctypes.c_void_p).in_dll(_libc(), "environ")
-    index = 0
-    while entries and entries[index]:
-        text = ctypes.string_at(entries[index])
-        if text.partition(b"=")[0].decode("utf-8", "replace") not in keep:
-            ctypes.memset(entries[index], 0, len(text))
-        index += 1
-
-
 def _mapped_bytes() -> int:
     with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
@@ -178,7 +239,3 @@ def _lower(what: int, limit: int) -> None:
 def _write(path: str, text: str) -> None:
     with open(path, "w", encoding="ascii") as file:
         file.write(text)
-
-
-def _libc() -> Any:
-    return ctypes.CDLL(None, use_errno=True)

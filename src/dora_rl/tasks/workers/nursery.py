@@ -1,4 +1,4 @@
-"""The process that forks the workers, and the loop of a worker.
+"""The process that makes the workers, and the loop of a worker.
 
 It has loaded the user's code and does nothing with it: only its forks, the workers, call it.
 It ends, and takes all workers with it, when the driver closes its socket or is gone.
@@ -11,18 +11,19 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NoReturn, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 import msgspec
 
 from dora_rl import framing
 from dora_rl.core.errors import UserError
 from dora_rl.tasks.names import said
-from dora_rl.tasks.workers import isolation
+from dora_rl.tasks.workers import cells, isolation, kernel, scratch
 from dora_rl.tasks.workers.wire import (
     Answer,
     Ended,
     Frames,
+    Isolation,
     Kill,
     Limits,
     Order,
@@ -35,8 +36,9 @@ from dora_rl.tasks.workers.wire import (
 
 _LOOK_S = 1.0  # how often to see whether the driver is there
 _END_S = 3.0  # to see everybody gone
+_TRIAL_S = 30.0  # to hear what a worker gets here
+_TRIAL = -1  # the number of that worker
 _CHUNK = 1 << 16
-_CHILDREN = "/proc/thread-self/children"
 
 
 class Servant(Protocol):
@@ -49,42 +51,107 @@ class Servant(Protocol):
 
 
 def run(
-    control: socket.socket, build: Callable[[], Servant], limits: Limits, driver: int
+    control: socket.socket,
+    build: Callable[[], Servant],
+    limits: Limits,
+    driver: int,
+    directory: str,
 ) -> NoReturn:
     """Be a nursery until the driver is gone. Never returns, and runs no exit handlers."""
     try:
         try:
-            found = isolation.enter_nursery(limits)
+            alone = isolation.enter_nursery(limits)
+            home = Home(limits, directory, driver, alone)
             servant = build()
+            found, apart = _try(home)
         except UserError as error:
             control.sendall(pack(Refused(str(error))))
         except BaseException as error:  # SystemExit too: the user's import may do anything
             control.sendall(pack(Refused(said(error))))
         else:
-            nursery = _Nursery(control, servant, limits, driver)
+            nursery = _Nursery(control, servant, home, found, apart)
             control.sendall(pack(Started(found)))
             nursery.loop()
     finally:
+        scratch.remove(directory)
         os._exit(0)
+
+
+class Home(NamedTuple):
+    """What every worker of a nursery finds."""
+
+    limits: Limits
+    scratch: str
+    driver: int
+    alone: bool  # without the machine's network
+
+    def scratch_of(self, number: int) -> str:
+        return os.path.join(self.scratch, str(number))
+
+    def enter(self, number: int, cell: isolation.Cell | None) -> Isolation:
+        """In a worker: what is in force from now on."""
+        return isolation.enter_worker(
+            self.limits,
+            self.scratch_of(number),
+            driver=self.driver,
+            alone=self.alone,
+            cell=cell,
+        )
+
+
+def _try(home: Home) -> tuple[Isolation, bool]:
+    """What a worker really gets here, and whether in namespaces: made, asked and let go."""
+    for apart in (True, False) if kernel.LINUX else (False,):
+        ours, theirs = socket.socketpair()
+        number = theirs.detach()
+
+        def tell(cell: isolation.Cell | None, number: int = number) -> None:
+            with socket.socket(fileno=number) as channel:
+                channel.sendall(pack(Started(home.enter(_TRIAL, cell))))
+
+        try:
+            process = cells.start(
+                tell, scratch=home.scratch, apart=apart, channel=number, closing=[ours.fileno()]
+            )
+        except OSError:
+            ours.close()
+            continue
+        finally:
+            os.close(number)
+        with ours, suppress(OSError):  # it ended, or hangs
+            ours.settimeout(_TRIAL_S)
+            told = msgspec.msgpack.decode(read_frame(ours), type=Started)
+            _let_go(process, home)
+            return told.isolation, apart
+        _let_go(process, home)
+    raise OSError("no worker can be started here")
+
+
+def _let_go(process: cells.Process, home: Home) -> None:
+    process.kill()
+    _, status = os.waitpid(process.pid, 0)
+    process.ended(status)
+    scratch.remove(home.scratch_of(_TRIAL))
 
 
 class _Nursery:
     def __init__(
-        self, control: socket.socket, servant: Servant, limits: Limits, driver: int
+        self, control: socket.socket, servant: Servant, home: Home, promised: Isolation, apart: bool
     ) -> None:
         self._control = control
         self._servant = servant
-        self._limits = limits
-        self._driver = driver
+        self._home = home
+        self._promised = promised
+        self._apart = apart
         self._orders = Frames()
         self._sockets: list[int] = []  # that came with orders not read yet
-        self._workers: dict[int, int] = {}  # process id -> worker
-        self._kin = set(_children())  # what the user's import started
-        self._wake, wake_up = os.pipe()
+        self._workers: dict[int, tuple[int, cells.Process]] = {}  # by process id
+        self._kin = set(cells.children())  # what the user's import started
+        self._wake, self._wake_up = os.pipe()
         os.set_blocking(self._wake, False)
-        os.set_blocking(wake_up, False)
+        os.set_blocking(self._wake_up, False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        signal.set_wakeup_fd(wake_up, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._wake_up, warn_on_full_buffer=False)
 
     def loop(self) -> None:
         control = self._control.fileno()
@@ -92,12 +159,13 @@ class _Nursery:
         for number in (control, self._wake):
             poller.register(number, select.POLLIN)
         try:
-            while os.getppid() == self._driver:
+            while os.getppid() == self._home.driver:
                 ready = [number for number, _ in poller.poll(1000 * _LOOK_S)]
                 if self._wake in ready:
                     with suppress(BlockingIOError):
                         os.read(self._wake, _CHUNK)
                 self._reap()
+                self._kill_orphans()
                 if control in ready and not self._obey():
                     return
         except (BrokenPipeError, ConnectionResetError):
@@ -114,61 +182,58 @@ class _Nursery:
                 case Spawn(worker):
                     self._spawn(worker, self._sockets.pop(0))
                 case Kill(worker):
-                    for pid, other in self._workers.items():
+                    for other, process in self._workers.values():
                         if other == worker:
-                            _kill(pid)
+                            process.kill()
         return bool(data)
 
     def _spawn(self, worker: int, number: int) -> None:
-        nursery = os.getpid()
-        pid = os.fork()
-        if pid:
-            os.close(number)
-            with suppress(OSError):  # it was faster
-                os.setpgid(pid, pid)
-            self._workers[pid] = worker
-            return
+        ours = [self._control.fileno(), self._wake, self._wake_up, *self._sockets]
+        ours += [file for _, process in self._workers.values() for file in process.files()]
+
+        def work(cell: isolation.Cell | None) -> None:
+            # Less than was promised is not enough.
+            if self._home.enter(worker, cell) == self._promised:
+                os.set_inheritable(number, False)
+                with suppress(OSError), socket.socket(fileno=number) as channel:
+                    _work(channel, self._servant)
+
         try:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            self._control.close()
-            os.close(self._wake)
-            isolation.enter_worker(self._limits, nursery)
-            os.set_inheritable(number, False)
-            with socket.socket(fileno=number) as channel:
-                _work(channel, self._servant)
+            process = cells.start(
+                work, scratch=self._home.scratch, apart=self._apart, channel=number, closing=ours
+            )
         except OSError:
-            pass  # the driver has let go of us
+            self._control.sendall(pack(Ended(worker, 1)))
+        else:
+            self._workers[process.pid] = (worker, process)
         finally:
-            os._exit(0)
+            os.close(number)
 
     def _reap(self) -> None:
-        gone = False
         while True:
             try:
                 # Looked at before it is removed: while it is there, its number is no one else's.
                 found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
-                found = None
+                return
             if found is None:
-                break
+                return
             pid = found.si_pid
-            if pid in self._workers:
-                _kill(pid)
+            worker, process = self._workers.pop(pid, (None, None))
+            if process is not None:
+                process.kill()
             _, status = os.waitpid(pid, 0)
-            worker = self._workers.pop(pid, None)
-            if worker is not None:
-                self._control.sendall(pack(Ended(worker, os.waitstatus_to_exitcode(status))))
-            gone = True
-        if gone:
-            self._kill_orphans()
+            if process is not None and worker is not None:
+                self._control.sendall(pack(Ended(worker, process.ended(status))))
+                if not self._apart:  # else its file system went with it
+                    scratch.remove(self._home.scratch_of(worker))
 
     def _end(self) -> None:
         """Leave nobody behind: what workers started becomes ours as they die, and dies too."""
         deadline = time.monotonic() + _END_S
         while time.monotonic() < deadline:
-            for pid in self._workers:
-                _kill(pid)
+            for _, process in self._workers.values():
+                process.kill()
             self._kill_orphans()
             try:
                 pid, _ = os.waitpid(-1, os.WNOHANG)
@@ -176,28 +241,29 @@ class _Nursery:
                 return
             self._workers.pop(pid, None)
             if pid == 0:
-                if not self._workers and self._kin.issuperset(_children()):
+                if not self._workers and self._kin.issuperset(cells.children()):
                     return
                 time.sleep(0.001)
 
     def _kill_orphans(self) -> None:
-        """What dead workers left behind, also outside their process group."""
-        for pid in _children():
-            if pid not in self._workers and pid not in self._kin:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        """What workers left behind, dead or alive, also outside their process group."""
+        known = self._workers.keys() | self._kin
+        cells.kill_all(pid for pid in cells.children() if pid not in known)
 
 
 def _work(channel: socket.socket, servant: Servant) -> None:
     """Serve one request after the other until the driver closes the socket."""
+    os.register_at_fork(after_in_child=channel.close)  # a copy of us has nothing to say
     requests = Frames()
+    number = 0
     channel.sendall(pack(Ready()))
     while data := channel.recv(_CHUNK):
         for request in requests.feed(data):
+            number += 1
             began = time.monotonic()
             content = servant.handle(request)
             seconds = time.monotonic() - began
-            channel.sendall(pack(Answer(content, seconds, servant.spent)))
+            channel.sendall(pack(Answer(number, content, seconds, servant.spent)))
 
 
 def read_frame(stream: socket.socket) -> bytes:
@@ -217,18 +283,3 @@ def _exactly(stream: socket.socket, count: int) -> bytes:
             raise ConnectionResetError("the driver is gone")
         data += more
     return data
-
-
-def _kill(pid: int) -> None:
-    """A worker that has not been removed yet, with all of its process group."""
-    for end in (os.killpg, os.kill):
-        with suppress(ProcessLookupError, PermissionError):
-            end(pid, signal.SIGKILL)
-
-
-def _children() -> list[int]:
-    try:
-        with open(_CHILDREN, encoding="ascii") as file:
-            return [int(pid) for pid in file.read().split()]
-    except OSError:  # not Linux, or a kernel without it
-        return []

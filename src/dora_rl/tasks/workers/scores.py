@@ -12,7 +12,9 @@ from dora_rl.samples import Trajectory
 from dora_rl.tasks.errors import TaskError
 from dora_rl.tasks.workers.crew import Answered, Crew
 from dora_rl.tasks.workers.pool import Pool
-from dora_rl.tasks.workers.wire import LARGEST, Limits, Part, Program
+from dora_rl.tasks.workers.wire import LARGEST, Limits, Part, Program, clipped
+
+_MOST_PARTS = 1000  # each is a metric of its own
 
 
 class ScoreJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,8 +51,11 @@ class ScorePool(Pool):
         timeout_s: float = 10.0,
         memory_mb: int = 1024,
         network: bool = False,
+        writable: tuple[str, ...] = (),
     ) -> None:
-        limits = Limits(timeout_s=timeout_s, memory_mb=memory_mb, network=network)
+        limits = Limits(
+            timeout_s=timeout_s, memory_mb=memory_mb, network=network, writable=writable
+        )
         super().__init__(Crew(Program(kind="score", parts=tuple(spec), limits=limits), workers))
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._running: dict[int, int] = {}  # worker -> ticket
@@ -137,10 +142,15 @@ class _Reply(msgspec.Struct, frozen=True):
 def _outcome(ticket: int, event: Answered) -> Outcome:
     try:
         reply = msgspec.json.decode(event.content, type=_Reply)
-    except msgspec.MsgspecError:
+    except (RecursionError, msgspec.MsgspecError):
         return _failed(ticket, "the worker's answer cannot be read", event.seconds)
-    if reply.failure is not None or reply.reward is None or not math.isfinite(reply.reward):
-        why = reply.failure or "the worker gave no reward"
+    if reply.failure is not None or reply.reward is None:
+        why = clipped(reply.failure or "") or "the worker gave no reward"
+        return _failed(ticket, why, event.seconds)
+    if not all(map(math.isfinite, (reply.reward, *reply.parts.values()))):
+        return _failed(ticket, "the worker's reward is not finite", event.seconds)
+    if len(reply.parts) > _MOST_PARTS:
+        why = f"a reward of {len(reply.parts)} parts; {_MOST_PARTS} are the most"
         return _failed(ticket, why, event.seconds)
     return Outcome(ticket=ticket, reward=reply.reward, parts=reply.parts, seconds=event.seconds)
 

@@ -4,6 +4,7 @@ Whatever the user's code raises becomes a failure in the answer. Requests and an
 """
 
 import asyncio
+import errno
 import inspect
 import json
 from collections.abc import Callable
@@ -81,9 +82,16 @@ class _Caller:
         return self._loop.run_until_complete(whole())
 
     def _failure(self, error: BaseException) -> str:
-        # Memory that was refused once will be refused again; and what exits wants to.
-        self.spent = not isinstance(error, Exception) or isinstance(error, MemoryError)
-        return said(error)
+        # Memory and files that were refused once will be refused again; and what exits wants to.
+        self.spent = (
+            not isinstance(error, Exception)
+            or isinstance(error, MemoryError)
+            or (isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE))
+        )
+        try:
+            return said(error)
+        except BaseException:  # its own words raise what they like
+            return "what cannot be shown"
 
 
 class Scorer(_Caller):
@@ -104,8 +112,10 @@ class Scorer(_Caller):
                 return _reply(failure=failure)
         try:
             total, values = combine(results)
-        except Exception as error:  # a value of the user's whose conversion raises
-            return _reply(failure=str(error) if isinstance(error, TaskError) else said(error))
+        except TaskError as error:
+            return _reply(failure=str(error))
+        except BaseException as error:  # a value of the user's whose conversion raises
+            return _reply(failure=f"what a reward returned raised {self._failure(error)}")
         return _reply(reward=total, parts=values)
 
 

@@ -1,6 +1,7 @@
 """Environments in processes: many sessions in each worker, each call under the time limit."""
 
 import json
+import math
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import msgspec
 from dora_rl.tasks.errors import TaskError
 from dora_rl.tasks.workers.crew import Answered, Crew, Lost
 from dora_rl.tasks.workers.pool import Pool
-from dora_rl.tasks.workers.wire import LARGEST, Limits, Part, Program
+from dora_rl.tasks.workers.wire import LARGEST, Limits, Part, Program, clipped
 
 _UNEVEN = 2  # sessions that a worker may have more than the emptiest
 
@@ -45,8 +46,11 @@ class EnvironmentPool(Pool):
         timeout_s: float = 10.0,
         memory_mb: int = 1024,
         network: bool = False,
+        writable: tuple[str, ...] = (),
     ) -> None:
-        limits = Limits(timeout_s=timeout_s, memory_mb=memory_mb, network=network)
+        limits = Limits(
+            timeout_s=timeout_s, memory_mb=memory_mb, network=network, writable=writable
+        )
         program = Program(kind="environment", parts=(environment,), limits=limits)
         super().__init__(Crew(program, workers))
         self._sessions: dict[int, _Session] = {}  # by ticket
@@ -151,7 +155,7 @@ class EnvironmentPool(Pool):
             self._done.append(EnvReply(ticket=session.ticket, failure=broken))
         load = dict.fromkeys(self._crew.workers(), 0)
         for session in self._sessions.values():
-            if session.worker is not None:
+            if session.worker in load:  # else it waits to be opened, or to hear that it is lost
                 load[session.worker] += 1
         # The emptiest first, and none gets far ahead of another that is busy or starting.
         full = min(load.values(), default=0) + _UNEVEN
@@ -202,7 +206,9 @@ def _request(do: str, session: _Session, **fields: Any) -> bytes:
 def _reply(ticket: int, event: Answered) -> EnvReply:
     try:
         reply = msgspec.json.decode(event.content, type=_Reply)
-    except msgspec.MsgspecError:
+        if not math.isfinite(reply.reward):
+            raise ValueError("not finite")
+    except (RecursionError, ValueError, msgspec.MsgspecError):
         return EnvReply(
             ticket=ticket, failure="the worker's answer cannot be read", seconds=event.seconds
         )
@@ -211,6 +217,6 @@ def _reply(ticket: int, event: Answered) -> EnvReply:
         observation=reply.observation,
         reward=reply.reward,
         done=reply.done,
-        failure=reply.failure,
+        failure=None if reply.failure is None else clipped(reply.failure),
         seconds=event.seconds,
     )

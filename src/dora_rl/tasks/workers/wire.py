@@ -10,6 +10,7 @@ import msgspec
 from dora_rl import framing
 
 LARGEST = 64 << 20  # bytes of one message; a trajectory of a million tokens fits
+_LONGEST = 1000  # characters of a failure that are kept: it goes into the journal
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,6 +28,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float = 10.0
     memory_mb: int = 1024
     network: bool = False
+    writable: tuple[str, ...] = ()  # directories, besides its scratch directory
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,16 +44,38 @@ class Birth(msgspec.Struct, frozen=True, kw_only=True):
 
     program: Program
     driver: int  # its process id
+    scratch: str  # a directory for what workers write
     path: list[str]
     environment_path: str | None  # PYTHONPATH, as the user had it
 
 
 class Isolation(msgspec.Struct, frozen=True, kw_only=True):
-    """What is kept from the workers here, and how."""
+    """What is kept from the workers here, and how; the last word of each is: nothing."""
 
-    network: Literal["namespace", "python", "open"]
-    privileges: Literal["none", "inherited"]
-    memory: Literal["limited", "unlimited"]
+    network: Literal["namespace", "filter", "python", "open"] = "open"
+    """Of its own, without a way out; no sockets by seccomp; Python's sockets alone refuse."""
+    privileges: Literal["none", "inherited"] = "inherited"
+    memory: Literal["limited", "unlimited"] = "unlimited"
+    processes: Literal["apart", "shared"] = "shared"
+    """A worker sees and signals its own alone, and they all end with it."""
+    forks: Literal["limited", "unlimited"] = "unlimited"
+    writes: Literal["scratch", "anywhere"] = "anywhere"
+    """Its own directory alone, by Landlock."""
+    driver: Literal["hidden", "readable"] = "readable"
+    """The driver's environment, as the system shows it under /proc."""
+
+    def gaps(self) -> list[str]:
+        """What this system does not keep from the workers, in words for a log."""
+        words = {
+            "the network, but for Python's own sockets": self.network == "python",
+            "the user's privileges": self.privileges == "inherited",
+            "unlimited memory": self.memory == "unlimited",
+            "other processes of the user": self.processes == "shared",
+            "any number of processes": self.forks == "unlimited",
+            "files outside the scratch directory": self.writes == "anywhere",
+            "the driver's environment variables": self.driver == "readable",
+        }
+        return [what for what, open_ in words.items() if open_]
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
@@ -86,6 +110,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
+    number: int  # of the request that it answers, counted from 1 in each worker
     content: bytes
     seconds: float
     spent: bool  # it is not to be asked again
@@ -94,6 +119,12 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
 Report = Started | Refused | Ended
 Order = Spawn | Kill
 Word = Ready | Answer
+
+
+def clipped(failure: str) -> str:
+    """What a worker says of a failure, as one line of bounded length."""
+    line = " ".join(failure[: 4 * _LONGEST].split())
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"
 
 
 def pack(message: Any) -> bytes:

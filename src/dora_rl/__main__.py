@@ -1,0 +1,6 @@
+"""`python -m dora_rl`: the command line, where the script is not on the path."""
+
+from dora_rl.cli import main
+
+if __name__ == "__main__":
+    main()

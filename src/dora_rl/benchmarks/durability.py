@@ -1,0 +1,199 @@
+"""What it costs that nothing is lost, and how soon a run works again after a death.
+
+The quickstart with the ledger and without, in turns; then one run in which a rollout process is
+killed, and one that is killed itself and resumed.
+"""
+
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dora_rl.benchmarks.training import merged, train_once, workplace
+from dora_rl.config import dump_toml, load_toml
+from dora_rl.core.commands import Command
+from dora_rl.core.errors import UserError
+from dora_rl.core.events import (
+    Event,
+    InstanceFailed,
+    InstanceProgressed,
+    InstanceStopped,
+    TrajectoryFinished,
+)
+from dora_rl.quickstart import model_directory
+from dora_rl.runtime.errors import RunFailed
+from dora_rl.runtime.listening import Listener
+from dora_rl.runtime.train import execute, prepare, read_config, resume
+from dora_rl.store.ledger import Ledger
+from dora_rl.store.rundir import LEDGER
+
+Progress = Callable[[str], None]
+ON, OFF = "on", "off"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be measured; refuses what cannot be."""
+
+    steps: int = 24
+    warmup_steps: int = 4
+    rounds: int = 5
+    config: dict[str, Any] = field(default_factory=dict)
+    """Laid over the quickstart's."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("steps", 2), ("rounds", 1)):
+            if getattr(self, name) < least:
+                raise UserError(f"--{name} must be >= {least}: `{getattr(self, name)}`.")
+        if not 0 <= self.warmup_steps < self.steps:
+            raise UserError(
+                f"--warmup-steps must be from 0 to {self.steps - 1}: `{self.warmup_steps}`."
+            )
+
+    def settings(self, way: str, steps: int) -> dict[str, Any]:
+        quickstart = load_toml(model_directory().parent / "quickstart.toml")
+        task = {"eval_prompts": None, "eval_every": None}
+        run = {"steps": steps, "durable": way == ON}
+        ours: dict[str, dict[str, Any]] = {"task": task, "run": run}
+        data = merged(quickstart, ours, self.config)
+        return {
+            section: {key: value for key, value in values.items() if value is not None}
+            for section, values in data.items()
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    plan: Plan
+    tokens_per_s: dict[str, list[float]]
+    replaced_s: float
+    resumed_s: float
+
+    @property
+    def overhead(self) -> float:
+        """The median, over rounds, of the share of throughput that durability takes."""
+        pairs = zip(self.tokens_per_s[ON], self.tokens_per_s[OFF], strict=True)
+        return statistics.median(1 - on / off for on, off in pairs)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "steps": self.plan.steps - self.plan.warmup_steps,
+            "rounds": self.plan.rounds,
+            "tokens_per_s": self.tokens_per_s,
+            "overhead": self.overhead,
+            "rollout_death_to_traffic_s": self.replaced_s,
+            "resume_to_first_token_s": self.resumed_s,
+        }
+
+    def summary(self) -> list[str]:
+        medians = {way: statistics.median(rates) for way, rates in self.tokens_per_s.items()}
+        return [
+            f"durability on {medians[ON]:.0f} tokens/s, off {medians[OFF]:.0f}: "
+            f"overhead {self.overhead:.1%} (median of {self.plan.rounds} rounds)",
+            f"from the death of a rollout process to new tokens: {self.replaced_s:.1f} s",
+            f"from --resume of a killed run to new tokens: {self.resumed_s:.1f} s",
+        ]
+
+
+def measure(plan: Plan, progress: Progress = lambda _: None) -> Result:
+    rates: dict[str, list[float]] = {ON: [], OFF: []}
+    with workplace() as place:
+        for number in range(plan.rounds):
+            for way in (ON, OFF) if number % 2 == 0 else (OFF, ON):
+                progress(f"round {number + 1} of {plan.rounds}: durability {way}")
+                data = plan.settings(way, plan.steps)
+                run = train_once(data, place / f"{number}-{way}", warmup_steps=plan.warmup_steps)
+                rates[way].append(run.summary.tokens_per_s)
+        progress("a rollout process dies")
+        replaced_s = _time_replacement(plan, place / "replaced")
+        progress("the run dies")
+        resumed_s = _time_resume(plan, place / "resumed")
+    return Result(plan, rates, replaced_s, resumed_s)
+
+
+class _Stopwatch(Listener):
+    """From `began` to the first new tokens after an event of this kind."""
+
+    def __init__(self, kind: type, began: float = 0.0) -> None:
+        self.began = began
+        self.took: float | None = None
+        self._kind = kind
+        self._armed = False
+
+    def observed(self, now: float, event: Event, commands: Sequence[Command]) -> None:
+        self._armed |= isinstance(event, self._kind)
+        grown = isinstance(event, InstanceProgressed) and event.lengths
+        if self._armed and self.took is None and grown:
+            self.took = time.monotonic() - self.began
+
+
+class _Killer(_Stopwatch):
+    """Kills the rollout process after some trajectories, and times its successor."""
+
+    def __init__(self, out: Path, after: int) -> None:
+        super().__init__(InstanceFailed)
+        self._log = (out / "logs" / "rollout-0.log").resolve()
+        self._left = after
+
+    def observed(self, now: float, event: Event, commands: Sequence[Command]) -> None:
+        super().observed(now, event, commands)
+        self._left -= isinstance(event, TrajectoryFinished)
+        if self._left <= 0 and not self.began:
+            self.began = time.monotonic()
+            os.kill(_writer_of(self._log), signal.SIGKILL)
+
+
+def _writer_of(log: Path) -> int:
+    """The process whose output goes to this file."""
+    for link in Path("/proc").glob("[0-9]*/fd/1"):
+        with suppress(OSError):
+            if link.readlink() == log:
+                return int(link.parts[2])
+    raise RunFailed(f"nobody writes `{log}`: no rollout process was found to be killed")
+
+
+def _time_replacement(plan: Plan, out: Path) -> float:
+    """Killed when a third of all trajectories is finished."""
+    data = merged(plan.settings(ON, plan.steps), {"run": {"out": str(out)}})
+    config = read_config(data)
+    core = config.orchestration
+    killer = _Killer(out, after=plan.steps * core.groups_per_step * core.group_size // 3)
+    execute(prepare(config), listeners=[killer])
+    return _taken(killer)
+
+
+def _time_resume(plan: Plan, out: Path) -> float:
+    """Killed in the middle: half of its steps are to be taken again."""
+    config = out.with_suffix(".toml")
+    data = merged(plan.settings(ON, plan.steps), {"run": {"out": str(out)}})
+    config.write_text(dump_toml(read_config(data)), encoding="utf-8")
+    command = [sys.executable, "-m", "dora_rl", "train", str(config), "--plain"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        try:
+            while _steps(out) < plan.steps // 2 and process.poll() is None:
+                time.sleep(0.1)
+        finally:
+            process.kill()
+    stopwatch = _Stopwatch(InstanceStopped, began=time.monotonic())
+    execute(resume(out), listeners=[stopwatch])
+    return _taken(stopwatch)
+
+
+def _steps(out: Path) -> int:
+    if not (out / LEDGER).is_file():
+        return 0
+    with Ledger.read(out / LEDGER) as ledger:
+        return sum(row.state == "trained" for row in ledger.batches())
+
+
+def _taken(stopwatch: _Stopwatch) -> float:
+    if stopwatch.took is None:
+        raise RunFailed("the run ended before it worked again: take more --steps")
+    return stopwatch.took

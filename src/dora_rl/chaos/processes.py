@@ -1,0 +1,47 @@
+"""The processes of a run that goes on, found by what they write and who started them."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+
+def parts(run: Path) -> dict[str, int]:
+    """The parts by the names of their logs: `trainer`, `rollout-0`, …"""
+    logs = (run / "logs").resolve()
+    found: dict[str, int] = {}
+    for link in Path("/proc").glob("[0-9]*/fd/1"):
+        with suppress(OSError):
+            target = link.readlink()
+            if target.parent == logs and target.suffix == ".log":
+                found[target.stem] = int(link.parts[2])
+    return found
+
+
+def below(pid: int) -> list[int]:
+    """All processes that this one has started, and those that they have."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, IndexError):
+            # The name, in brackets, may hold anything; the parent is the second field after it.
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(stat.parts[2]))
+    found: list[int] = []
+    new = [pid]
+    while new:
+        new = [child for parent in new for child in children.get(parent, [])]
+        found += new
+    return found
+
+
+def workers(driver: int, run: Path) -> list[int]:
+    """Who runs rewards and environments, and who starts them."""
+    others = set(parts(run).values())
+    return sorted(pid for pid in below(driver) if pid not in others)
+
+
+def signal_to(pid: int, number: int) -> bool:
+    """Whether it was there to be told."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+        return True
+    return False

@@ -1,0 +1,229 @@
+"""A real run, struck by faults at random moments, resumed as often as it ends, then audited."""
+
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dora_rl.benchmarks.training import merged
+from dora_rl.chaos.faults import FAULTS, Target
+from dora_rl.chaos.processes import below, signal_to
+from dora_rl.config import dump_toml
+from dora_rl.core.audit import AuditReport, audit_journal
+from dora_rl.core.errors import UserError
+from dora_rl.runtime.errors import RunFailed
+from dora_rl.runtime.recording import StepRecord, read_records
+from dora_rl.runtime.train import read_config
+from dora_rl.store.ledger import Ledger
+from dora_rl.store.rundir import JOURNAL, LEDGER, METRICS_OF_STEPS, JournalFile, check_free
+
+Progress = Callable[[str], None]
+_ENDLESS = 1_000_000  # steps: the storm says when it is over
+_MOST_FAILURES = 5  # lives in a row that ended by themselves
+_END_S = 300.0  # for the last step and its checkpoint
+_FEW = 5  # steps at either end, whose rewards are compared
+_STORMY: dict[str, dict[str, Any]] = {
+    "orchestration": {"heartbeat_timeout_s": 5.0, "max_losses": 1000},
+    "runtime": {"train_silence_s": 8.0},
+    "run": {"steps": _ENDLESS, "checkpoint_every": 10, "save_every_s": 1.0},
+    "task": {"reward_timeout_s": 2.0},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be endured; refuses what cannot be."""
+
+    config: Mapping[str, Any]
+    out: Path
+    faults: tuple[str, ...] = tuple(FAULTS)
+    minutes: float = 5.0
+    every_s: float = 8.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in self.faults:
+            if name not in FAULTS:
+                raise UserError(f"no such fault: `{name}`. There are {', '.join(FAULTS)}.")
+        if not self.faults:
+            raise UserError("--faults must name one at least.")
+        for option, value in (("minutes", self.minutes), ("every", self.every_s)):
+            if not 0 < value < float("inf"):
+                raise UserError(f"--{option} must be > 0: `{value}`.")
+        check_free(self.out)
+
+
+@dataclass(slots=True)
+class Result:
+    """What was done to the run, and what became of it."""
+
+    plan: Plan
+    faults: Counter[str] = field(default_factory=Counter)
+    resumed: int = 0
+    steps: int = 0
+    states: dict[str, int] = field(default_factory=dict)
+    rewards: tuple[float, float] = (0.0, 0.0)
+    audit: AuditReport | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.audit is not None and self.audit.ok and self.steps > 0
+
+    def to_json(self) -> dict[str, Any]:
+        assert self.audit is not None
+        return {
+            "ok": self.ok,
+            "seed": self.plan.seed,
+            "minutes": self.plan.minutes,
+            "faults": dict(self.faults),
+            "resumed": self.resumed,
+            "steps": self.steps,
+            "trajectories": self.states,
+            "reward": {"first": self.rewards[0], "last": self.rewards[1]},
+            "audit": self.audit.to_json(),
+        }
+
+    def summary(self) -> list[str]:
+        assert self.audit is not None
+        struck = ", ".join(f"{name} {count}" for name, count in sorted(self.faults.items()))
+        states = ", ".join(f"{count} {state}" for state, count in sorted(self.states.items()))
+        first, last = self.rewards
+        return [
+            f"{sum(self.faults.values())} faults: {struck}",
+            f"{self.steps} steps; resumed {self.resumed} times",
+            f"trajectories: {states}",
+            f"reward {first:.3f} (first {_FEW} steps) -> {last:.3f} (last {_FEW})",
+            *self.audit.summary(),
+        ]
+
+
+def brave(plan: Plan, progress: Progress = lambda _: None) -> Result:
+    """Run, strike, resume, and audit."""
+    return _Storm(plan, progress).run()
+
+
+class _Storm:
+    def __init__(self, plan: Plan, progress: Progress) -> None:
+        self._plan = plan
+        self._tell = progress
+        self._random = random.Random(plan.seed)
+        self._result = Result(plan)
+        self._driver: subprocess.Popen[bytes] | None = None
+        self._log = plan.out.with_name(f"{plan.out.name}.log")
+
+    def run(self) -> Result:
+        try:
+            self._weather()
+            self._end()
+        finally:
+            self._kill()
+        return self._conclude()
+
+    def _weather(self) -> None:
+        self._start()
+        end = time.monotonic() + 60 * self._plan.minutes
+        strike_at = time.monotonic() + self._pause()
+        failures = 0
+        while time.monotonic() < end:
+            time.sleep(0.2)
+            steps = self._steps()
+            if self._ended():
+                failures = 0 if steps > self._result.steps else failures + 1
+                if failures > _MOST_FAILURES:
+                    raise RunFailed(f"the run ended {failures} times without a step: {self._log}")
+                self._resume()
+            self._result.steps = max(steps, self._result.steps)
+            if time.monotonic() >= strike_at:
+                strike_at = time.monotonic() + self._pause()
+                self._strike()
+
+    def _pause(self) -> float:
+        return self._random.expovariate(1 / self._plan.every_s)
+
+    def _strike(self) -> None:
+        name = self._random.choice(self._plan.faults)
+        assert self._driver is not None
+        done = FAULTS[name][0](Target(self._plan.out, self._driver.pid, self._random))
+        if done is not None:
+            self._result.faults[name] += 1
+            number = sum(self._result.faults.values())
+            self._tell(f"fault {number}, step {self._result.steps}: {done}")
+
+    # The driver
+
+    def _start(self) -> None:
+        plan = self._plan
+        data = merged(plan.config, _STORMY, {"run": {"out": str(plan.out)}})
+        config = plan.out.with_name(f"{plan.out.name}.toml")
+        config.parent.mkdir(parents=True, exist_ok=True)
+        config.write_text(dump_toml(read_config(data)), encoding="utf-8")
+        self._launch(str(config))
+
+    def _resume(self) -> None:
+        if not (self._plan.out / LEDGER).is_file():
+            raise RunFailed(f"the run ended before it began: see {self._log}")
+        self._result.resumed += 1
+        self._launch("--resume", str(self._plan.out))
+
+    def _launch(self, *arguments: str) -> None:
+        command = [sys.executable, "-m", "dora_rl", "train", *arguments, "--plain"]
+        with open(self._log, "ab") as log:
+            self._driver = subprocess.Popen(command, stdout=log, stderr=log)
+
+    def _ended(self) -> bool:
+        return self._driver is None or self._driver.poll() is not None
+
+    def _steps(self) -> int:
+        """Trained and committed."""
+        if not (self._plan.out / LEDGER).is_file():
+            return 0
+        known = self._result.steps
+        with Ledger.read(self._plan.out / LEDGER) as ledger:
+            return known + sum(row.state == "trained" for row in ledger.batches(after=known - 1))
+
+    def _end(self) -> None:
+        """The storm is over: the run finishes its step, saves, and ends."""
+        self._tell("the storm is over: the run goes on for a step, and ends")
+        deadline = time.monotonic() + _END_S
+        before = self._steps()
+        if self._ended():
+            self._resume()
+        while self._steps() <= before:
+            if self._ended():
+                self._resume()
+            if time.monotonic() > deadline:
+                raise RunFailed(f"no step was trained after the storm: see {self._log}")
+            time.sleep(0.2)
+        assert self._driver is not None
+        self._driver.send_signal(signal.SIGTERM)
+        try:
+            self._driver.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            raise RunFailed(f"the run did not end when it was asked to: see {self._log}") from None
+
+    def _kill(self) -> None:
+        if self._driver is not None and self._driver.poll() is None:
+            left = below(self._driver.pid)
+            self._driver.kill()
+            self._driver.wait()
+            for pid in left:
+                signal_to(pid, signal.SIGKILL)
+
+    def _conclude(self) -> Result:
+        result, out = self._result, self._plan.out
+        result.audit = audit_journal(JournalFile(out.name, out / JOURNAL).lines())
+        with Ledger.read(out / LEDGER) as ledger:
+            result.states = ledger.counts()
+            result.steps = sum(row.state == "trained" for row in ledger.batches())
+        records = read_records(out / METRICS_OF_STEPS)
+        rewards = [record.reward_mean for record in records if isinstance(record, StepRecord)]
+        if rewards:
+            result.rewards = statistics.fmean(rewards[:_FEW]), statistics.fmean(rewards[-_FEW:])
+        return result

@@ -1,0 +1,88 @@
+"""`dora-rl chaos`: a real run under random faults, and its audit."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dora_rl.cli import _benching as benching
+
+_EPILOG = """\b
+Trains for real, the quickstart unless a CONFIG is named, with a reward that now and then raises,
+hangs, dies or is no number. Meanwhile processes are killed, stopped and woken at random moments,
+the driver among them; a run that has ended is resumed. When the time is over, it ends as after
+Ctrl-C, and is audited from its journal and its ledger.
+
+\b
+Exit code: 0 if no promise was broken, 1 if one was, 2 for bad input.
+
+\b
+Examples:
+  dora-rl chaos
+  dora-rl chaos --minutes 20 --seed 7 --out runs/storm
+  dora-rl chaos --faults kill-driver,kill-trainer --every 4 --json
+"""
+
+
+@click.command(epilog=_EPILOG)
+@click.argument("config", required=False, metavar="[CONFIG.toml]", type=click.Path(path_type=Path))
+@click.option("--faults", metavar="NAME,…", default="", help="Which; all of --list if left out.")
+@click.option("--list", "as_list", is_flag=True, help="Show the faults, and end.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the faults.")
+@click.option("--minutes", type=float, default=5.0, show_default=True)
+@click.option(
+    "--every", type=float, default=8.0, show_default=True, help="Seconds between two, on average."
+)
+@click.option("--out", type=click.Path(path_type=Path), help="The run directory, new or empty.")
+@benching.as_json
+@click.pass_context
+def command(
+    ctx: click.Context,
+    config: Path | None,
+    faults: str,
+    as_list: bool,
+    seed: int,
+    minutes: float,
+    every: float,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Train under random faults, and audit what is left."""
+    from dora_rl.chaos.faults import FAULTS
+    from dora_rl.chaos.storm import Plan, brave
+    from dora_rl.config import load_toml
+
+    if as_list:
+        for name, (_, words) in FAULTS.items():
+            click.echo(f"{name:<14} {words}")
+        return
+    names = tuple(name.strip() for name in faults.split(",") if name.strip())
+    plan = Plan(
+        config=load_toml(config) if config is not None else _quickstart(),
+        out=out or Path(f"runs/chaos-{time.strftime('%Y%m%d-%H%M%S')}"),
+        faults=names or tuple(FAULTS),
+        minutes=minutes,
+        every_s=every,
+        seed=seed,
+    )
+
+    def tell(line: str) -> None:
+        click.echo(line, err=True)
+
+    result = brave(plan, tell)
+    if as_json:
+        click.echo(json.dumps(result.to_json(), indent=2))
+    else:
+        for line in result.summary():
+            click.echo(line)
+    ctx.exit(0 if result.ok else 1)
+
+
+def _quickstart() -> dict[str, Any]:
+    from dora_rl.cli._training import quickstart_config
+    from dora_rl.config import load_toml
+
+    data = load_toml(quickstart_config())
+    return {**data, "task": {**data["task"], "reward": "dora_rl.chaos.rewards:unreliable"}}

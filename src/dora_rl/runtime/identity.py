@@ -1,0 +1,94 @@
+"""What a run must not change between its lives: its configuration, its task, its model.
+
+Kept in the ledger as plain data, so that a resume can say what differs. What was altered outside
+of the configuration (a reward's code, the prompts) can be accepted by its name.
+"""
+
+import hashlib
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from dora_rl.config.redaction import redacted
+from dora_rl.core.errors import UserError
+from dora_rl.runtime.config import RunConfig
+from dora_rl.store.rundir import CONFIG
+from dora_rl.tasks.task import Task
+
+ACCEPTABLE = ("prompts", "tokenizer", "reward", "environment", "model")
+_SAMPLE = 1 << 16  # bytes of each end of a file: enough to tell two models apart
+_ABSENT = "nothing"
+
+
+def identity(config: RunConfig, task: Task, model: Path) -> dict[str, Any]:
+    """All that a resume compares, as JSON can hold it."""
+    return {
+        "config": redacted(_what_stays(config)),
+        "parts": {**task.fingerprints, "model": _fingerprint(model)},
+    }
+
+
+def _what_stays(config: RunConfig) -> dict[str, Any]:
+    """All but where the parts live, where the run is, and what is kept of it."""
+    sections: dict[str, Any] = config.model_dump(mode="json", exclude={"runtime"})
+    sections["run"] = {key: sections["run"][key] for key in ("steps", "seed")}
+    return sections
+
+
+def check_same(
+    run: Path,
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    accepted: Collection[str] = (),
+) -> None:
+    """Refuse to go on as another run, and say in what it would be another one."""
+    for name in accepted:
+        if name not in ACCEPTABLE:
+            raise UserError(
+                f"cannot be accepted as changed: `{name}`. Name one of {', '.join(ACCEPTABLE)}."
+            )
+    settings = list(_differences(before["config"], now["config"]))
+    parts = [
+        name
+        for name, value in now["parts"].items()
+        if before["parts"].get(name) != value and name not in accepted
+    ]
+    if not settings and not parts:
+        return
+    lines = [f"  {name}: was `{old}`, is `{new}`" for name, old, new in settings]
+    lines += [f"  {name}: the {name} changed" for name in parts]
+    fixes = []
+    if settings:
+        fixes.append(f"Put `{run / CONFIG}` back as it was.")
+    if parts:
+        fixes.append(
+            f"Put the {' and the '.join(parts)} back, or accept with "
+            f"--accept-changed {','.join(parts)}."
+        )
+    raise UserError(
+        "\n".join([f"`{run}` is not what it was started with:", *lines, " ".join(fixes)])
+    )
+
+
+def _differences(
+    before: Mapping[str, Any], now: Mapping[str, Any], place: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    for key in {**before, **now}:
+        old, new = before.get(key, _ABSENT), now.get(key, _ABSENT)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from _differences(old, new, f"{place}{key}.")
+        elif old != new:
+            yield f"{place}{key}", old, new
+
+
+def _fingerprint(model: Path) -> str:
+    """Of the names, sizes and ends of all files; whole files would take long for a large model."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(p for p in model.iterdir() if p.is_file()):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with open(path, "rb") as file:
+            digest.update(file.read(_SAMPLE))
+            file.seek(max(0, size - _SAMPLE))
+            digest.update(file.read(_SAMPLE))
+    return digest.hexdigest()

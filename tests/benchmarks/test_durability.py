@@ -1,0 +1,49 @@
+"""What durability costs: what is asked for, and what is made of the answers."""
+
+from pathlib import Path
+
+import pytest
+
+from dora_rl.benchmarks.durability import OFF, ON, Plan, Result, measure
+from dora_rl.core.errors import UserError
+from dora_rl.runtime.train import read_config
+
+QUICK = {
+    "rollout": {"slots": 8, "max_tokens": 64},
+    "task": {"options": {"max_terms": 8}},
+    "orchestration": {"groups_per_step": 4, "group_size": 4},
+    "runtime": {"rollout_threads": 1, "train_threads": 1, "report_period_s": 0.05},
+}
+
+
+def test_the_overhead_is_that_of_the_median_round() -> None:
+    rates = {ON: [90.0, 50.0, 98.0], OFF: [100.0, 100.0, 100.0]}
+    result = Result(Plan(rounds=3), rates, 1.0, 2.0)
+    assert result.overhead == pytest.approx(0.1)
+    assert "overhead 10.0%" in result.summary()[0]
+    assert result.to_json()["overhead"] == result.overhead
+
+
+def test_the_two_ways_differ_in_durability_alone() -> None:
+    on, off = (read_config(Plan().settings(way, 4)) for way in (ON, OFF))
+    assert (on.run.durable, off.run.durable) == (True, False)
+    assert on.run.model_copy(update={"durable": False}) == off.run
+    assert on.model_copy(update={"run": off.run}) == off
+
+
+@pytest.mark.parametrize(
+    ("bad", "named"),
+    [({"steps": 1}, "--steps"), ({"rounds": 0}, "--rounds"), ({"warmup_steps": 24}, "--warmup")],
+)
+def test_bad_plans_are_refused(bad: dict[str, int], named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        Plan(**bad)
+
+
+@pytest.mark.slow
+def test_all_is_measured(tmp_path: Path) -> None:
+    said: list[str] = []
+    result = measure(Plan(steps=6, warmup_steps=1, rounds=1, config=QUICK), said.append)
+    assert all(len(rates) == 1 and rates[0] > 0 for rates in result.tokens_per_s.values())
+    assert 0 < result.replaced_s < 60 and 0 < result.resumed_s < 60
+    assert said[0] == "round 1 of 1: durability on"

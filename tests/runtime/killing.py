@@ -1,0 +1,104 @@
+"""A run in a process of its own that is killed at a point that a test names.
+
+The points are before and after everything that changes a file for good: fsync, rename, removal,
+a commit of the ledger, a publication, and the install of a version. They are counted from the
+start, so that the same number is the same point of the same run.
+"""
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from dora_rl.engines.embedded.engine import EmbeddedEngine
+from dora_rl.runtime.train import execute, prepare, read_config, resume
+from dora_rl.store.ledger import Ledger
+from dora_rl.weights.store import WeightStore
+from tests.runtime.harness import PROMPTS, settings
+
+_PROCESSES = get_context("forkserver")
+_PROCESSES.set_forkserver_preload([__name__])
+
+
+class Points:
+    """Counts the points that the process passes, and kills it at one of them."""
+
+    def __init__(self, kill_at: int | None, log: Path) -> None:
+        self.passed = 0
+        self._kill_at = kill_at
+        self._log = log
+
+    def at(self, label: str) -> None:
+        with open(self._log, "a", encoding="utf-8") as log:
+            log.write(f"{label}\n")
+        if self.passed == self._kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.passed += 1
+
+    def around(self, owner: Any, name: str) -> None:
+        """A point before each call of a function, and one after."""
+        original = getattr(owner, name)
+        label = f"{getattr(owner, '__name__', owner)}.{name}"
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.at(f"before {label}")
+            result = original(*args, **kwargs)
+            self.at(f"after {label}")
+            return result
+
+        setattr(owner, name, call)
+
+    def everywhere(self) -> None:
+        for name in ("fsync", "rename", "replace"):
+            self.around(os, name)
+        self.around(shutil, "rmtree")
+        self.around(Ledger, "commit")
+        self.around(WeightStore, "publish")
+        self.around(EmbeddedEngine, "install")
+
+
+def _live(model: Path, out: Path, sections: dict[str, Any], kill_at: int | None) -> None:
+    points = Points(kill_at, out.with_suffix(".points"))
+    points.everywhere()
+    if (out / "ledger.sqlite").exists():
+        plan = resume(out, prompts=PROMPTS)
+    else:
+        shutil.rmtree(out, ignore_errors=True)
+        plan = prepare(read_config(settings(model, out, **sections)), prompts=PROMPTS)
+    ended = execute(plan)
+    assert ended.ok, ended.ending
+
+
+def live(model: Path, out: Path, sections: dict[str, Any], kill_at: int | None = None) -> int:
+    """One life of a run; the exit code: 0, or -9 if it was killed at that point."""
+    process = _PROCESSES.Process(target=_live, args=(model, out, sections, kill_at))
+    process.start()
+    process.join(60)
+    code = process.exitcode
+    process.kill()
+    assert code is not None, "it hangs"
+    return code
+
+
+def labels(out: Path) -> list[str]:
+    """The points that the lives of a run have passed."""
+    return out.with_suffix(".points").read_text(encoding="utf-8").splitlines()
+
+
+def rows(out: Path) -> dict[str, list[tuple[Any, ...]]]:
+    """All that the ledger says."""
+    with Ledger.read(out / "ledger.sqlite") as ledger:
+        parts: dict[str, Callable[[], Any]] = {
+            "groups": ledger.groups,
+            "trajectories": ledger.trajectories,
+            "batches": ledger.batches,
+            "versions": ledger.versions,
+            "checkpoints": ledger.checkpoints,
+            "payloads": ledger.payloads,
+            "prefixes": ledger.prefixes,
+        }
+        found = {name: [tuple(row) for row in read()] for name, read in parts.items()}
+        return {**found, "leases": sorted(ledger.leases().items()), "position": [ledger.position]}
