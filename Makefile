@@ -76,8 +76,8 @@ bench: $(STAMP) ## measure the orchestrator, the embedded engine and the paradig
 	$(BIN)/dora-rl bench engine --model tiny
 	$(BIN)/dora-rl bench versions --model tiny
 
-test-killing: $(STAMP) ## kill a run at every point where a file changes, and resume it
-	$(BIN)/python -m pytest -n auto -m killing tests/runtime
+test-faults: $(STAMP) ## kill runs at every point where a file changes, fail every write, and more
+	$(BIN)/python -m pytest -n 2 -m faults
 
 soak: $(STAMP) ## run the fault storm: make soak SEEDS=10000
 	$(BIN)/python -m tests.soak --seeds $(SEEDS)

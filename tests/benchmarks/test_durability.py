@@ -40,7 +40,7 @@ def test_bad_plans_are_refused(bad: dict[str, int], named: str) -> None:
         Plan(**bad)
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_all_is_measured(tmp_path: Path) -> None:
     said: list[str] = []
     result = measure(Plan(steps=6, warmup_steps=1, rounds=1, config=QUICK), said.append)

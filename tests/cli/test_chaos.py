@@ -104,7 +104,7 @@ def test_the_faults_are_listed() -> None:
     assert [line.split()[0] for line in done.output.splitlines()] == list(FAULTS)
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_a_short_storm(tmp_path: Path) -> None:
     out = tmp_path / "run"
     command = [sys.executable, "-m", "dora_rl", "chaos", "--minutes", "0.5", "--every", "4"]

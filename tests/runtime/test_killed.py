@@ -13,6 +13,7 @@ from dora_rl.store.rundir import checkpoints_in
 from tests.runtime.harness import journal, lines, weights
 from tests.runtime.killing import labels, live, rows
 
+pytestmark = pytest.mark.faults
 SECTIONS: dict[str, Any] = {
     "rollout": {"slots": 6, "max_tokens": 30, "stop": ["a"]},
     "run": {"steps": 4, "checkpoint_every": 2, "keep_checkpoints": 1},
@@ -71,7 +72,6 @@ def test_killed_again_and_again(model: Path, whole: Path, tmp_path: Path) -> Non
     assert_same(out, whole)
 
 
-@pytest.mark.killing
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_killed_at_every_point(shard: int, model: Path, whole: Path, tmp_path: Path) -> None:
     passed = labels(whole)

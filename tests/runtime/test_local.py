@@ -127,6 +127,7 @@ def test_a_trainer_that_is_killed_is_replaced(
     assert [record.step for record in ended.steps] == list(range(4))
 
 
+@pytest.mark.faults
 def test_a_trainer_that_dies_again_and_again_ends_the_run(model: Path, tmp_path: Path) -> None:
     core = {"groups_per_step": 2, "group_size": 2, "max_train_attempts": 1}
     killer = Killer("trainer", after=5, again=True)
@@ -136,12 +137,14 @@ def test_a_trainer_that_dies_again_and_again_ends_the_run(model: Path, tmp_path:
     assert_sound(execute(resume(tmp_path / "run", prompts=PROMPTS)))
 
 
+@pytest.mark.faults
 def test_a_trainer_that_hangs_is_replaced(model: Path, tmp_path: Path) -> None:
     sections = {**ALONE, "runtime": {**ALONE["runtime"], "train_silence_s": 4.0}}
     killer = Killer("trainer", after=5, how=signal.SIGSTOP)
     assert_sound(run(model, tmp_path / "run", killer, **sections))
 
 
+@pytest.mark.faults
 def test_a_rollout_process_that_hangs_is_replaced_and_its_work_goes_on(
     model: Path, tmp_path: Path
 ) -> None:

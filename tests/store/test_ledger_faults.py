@@ -32,6 +32,7 @@ from tests.store.ledgers import (
     state_of,
 )
 
+pytestmark = pytest.mark.faults
 REFUSED, COMMITTED, AGAIN = 1, 2, 3  # exit codes of a child
 
 

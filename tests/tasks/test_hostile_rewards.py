@@ -21,7 +21,10 @@ from dora_rl.tasks.workers.wire import Isolation, Part
 from tests.tasks import hostile
 from tests.tasks.processes import descendants, eventually, named, nursery_of, processes
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what Linux alone can keep away")
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.skipif(sys.platform != "linux", reason="what Linux alone can keep away"),
+]
 
 TIMEOUT_S = 1.0  # of those that are to run into it; a busy machine must not
 PATIENCE_S = 20.0

@@ -18,6 +18,7 @@ from tests.weights.samples import identical, weights
 from tests.weights.test_faults import Crash, faulty
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.faults
 STATE = {"exp_avg.a": torch.ones(2, 3), "exp_avg.b": torch.zeros(5)}
 SHARD = 60  # bytes a file, so that several are written
 
