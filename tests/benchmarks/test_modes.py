@@ -62,7 +62,7 @@ def test_every_split_is_a_valid_configuration_with_the_same_slots(paradigm: Para
     [
         ({"steps": 0}, "--steps"),
         ({"rounds": 0}, "--rounds"),
-        ({"warmup_steps": 24}, "--warmup-steps"),
+        ({"warmup_steps": 16}, "--warmup-steps"),
         ({"paradigms": ()}, "--paradigms"),
         ({"slots": (1,), "cores": 2}, "--slots"),
     ],

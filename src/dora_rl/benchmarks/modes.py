@@ -40,16 +40,16 @@ class Plan:
     """What is to be measured; refuses what cannot be."""
 
     paradigms: tuple[ParadigmName, ...] = tuple(ParadigmName)
-    steps: int = 24
+    steps: int = 16
     warmup_steps: int = 4
     rounds: int = 3
-    search_steps: int = 8
+    search_steps: int = 6
     max_staleness: int = 3
-    groups_per_step: int = 32
+    groups_per_step: int = 64
     group_size: int = 4
-    slots: tuple[int, ...] = (64, 128, 192)
+    slots: tuple[int, ...] = (32, 64, 128)
     max_terms: int = 96
-    tail: float = 0.7
+    tail: float = 1.2
     seed: int = 0
     cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
 

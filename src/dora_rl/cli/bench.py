@@ -90,7 +90,7 @@ _MODES = """\b
 The quickstart's model and task, with long-tailed lengths, as processes of this machine. Every
 paradigm runs through the same core; what differs is a row of its table. Rollout-only is the part
 of a step in which nothing is trained. The search for each one's best split of the cores is
-printed; then they take turns. The default takes about twenty minutes on two cores.
+printed; then they take turns. The default takes about ten minutes on two cores.
 
 \b
 Examples:
@@ -329,23 +329,23 @@ def trl(
     metavar="NAME,…",
     help="Who is measured.",
 )
-@click.option("--steps", type=int, default=24, show_default=True, help="Train steps of a run.")
+@click.option("--steps", type=int, default=16, show_default=True, help="Train steps of a run.")
 @click.option(
     "--warmup-steps", type=int, default=4, show_default=True, help="Of them, not measured."
 )
 @click.option("--rounds", type=int, default=3, show_default=True, help="Runs of each paradigm.")
 @click.option(
-    "--search-steps", type=int, default=8, show_default=True, help="Steps of a run of the search."
+    "--search-steps", type=int, default=6, show_default=True, help="Steps of a run of the search."
 )
 @click.option("--max-staleness", type=int, default=3, show_default=True, help="K.")
 @click.option(
     "--slots",
-    default="64,128,192",
+    default="32,64,128",
     show_default=True,
     metavar="N,N,…",
     help="Numbers of slots, of all instances together, that the search tries.",
 )
-@click.option("--groups", type=int, default=32, show_default=True, help="Prompts of a step.")
+@click.option("--groups", type=int, default=64, show_default=True, help="Prompts of a step.")
 @click.option(
     "--group-size", type=int, default=4, show_default=True, help="Responses to each prompt."
 )
