@@ -13,6 +13,10 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import transformers.models.auto.modeling_auto  # seconds, once and not in each life
+import transformers.models.llama.modeling_llama  # noqa: F401
+
+import dora_rl.runtime.inline  # noqa: F401
 from dora_rl.engines.embedded.engine import EmbeddedEngine
 from dora_rl.runtime.train import execute, prepare, read_config, resume
 from dora_rl.store.ledger import Ledger
