@@ -68,6 +68,9 @@ def _live(model: Path, out: Path, sections: dict[str, Any], kill_at: int | None)
     points = Points(kill_at, out.with_suffix(".points"))
     points.everywhere()
     if (out / "ledger.sqlite").exists():
+        with Ledger.read(out / "ledger.sqlite") as ledger:
+            if "ended" in ledger.facts:
+                return  # killed when all was done
         plan = resume(out, prompts=PROMPTS)
     else:
         shutil.rmtree(out, ignore_errors=True)

@@ -49,7 +49,13 @@ from dora_rl.store.rundir import (
     step_of,
 )
 from dora_rl.tasks.task import Task
-from dora_rl.weights.versions import delete_version, published_versions
+from dora_rl.weights.versions import (
+    DELETED,
+    PUBLISHING,
+    delete_version,
+    published_versions,
+    sweep,
+)
 
 _SPARE_JOURNAL = f".{JOURNAL}.resuming"
 _SPARE_TRACE = f".{TRACE}.resuming"
@@ -199,6 +205,8 @@ class Session:
 
     def _drop_what_did_not_happen(self) -> None:
         """Versions, checkpoints and metrics of steps that were lost with the last life."""
+        if self.weights.is_dir():
+            sweep(self.weights, PUBLISHING, DELETED)  # nobody else is at work here
         kept = {row.version for row in self.ledger.versions() if row.state == PUBLISHED}
         for version in published_versions(self.weights):
             if version not in kept:
@@ -319,6 +327,7 @@ class Session:
         self.flush()
         report = self.audit.report()
         summary = self.collector.summary(report, ok=ending.ok, end=ending.reason, wall_s=wall_s)
+        shutil.rmtree(self.exchange, ignore_errors=True)
         if self._taken:
             self.directory.write_metrics({**summary.to_json(), "wall_s": wall_s})
             if ending.ok and not ending.interrupted and not ending.paused:
