@@ -149,6 +149,13 @@ def test_a_reader_that_leaves_early_gets_no_traceback() -> None:
     assert process.wait() == 1
 
 
+def test_the_module_is_the_command() -> None:
+    command = [sys.executable, "-m", "dora_rl", "audit", "nowhere"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "nowhere" in done.stderr
+
+
 def test_help_starts_fast_and_imports_nothing_heavy() -> None:
     code = (
         "import sys, dora_rl.cli as c; code = c.main(['--help']);"

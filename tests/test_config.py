@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field, field_validator, model_validator
 
-from dora_rl.config import ConfigModel, apply_overrides, dump_toml, load_toml, validate
+from dora_rl.config import ConfigModel, apply_overrides, dump_toml, load_toml, merged, validate
 from dora_rl.core.errors import UserError
 
 
@@ -450,3 +450,10 @@ def test_any_data_is_taken_or_refused_in_one_line(data: dict[str, Any]) -> None:
         assert len(str(error).splitlines()) == 1
     else:
         assert validate(Root, tomllib.loads(dump_toml(root)), "saved") == root
+
+
+def test_sections_are_laid_over_each_other_key_by_key() -> None:
+    assert merged({"a": {"x": 1, "y": 2}}, {"a": {"y": 3}, "b": {"z": 4}}) == {
+        "a": {"x": 1, "y": 3},
+        "b": {"z": 4},
+    }

@@ -7,8 +7,9 @@ import pytest
 
 from dora_rl.benchmarks import modes
 from dora_rl.benchmarks.modes import Plan, Reading, Result, Split, measure
-from dora_rl.benchmarks.training import merged, train_once
+from dora_rl.benchmarks.training import train_once
 from dora_rl.cli.bench import modes as cli_modes
+from dora_rl.config import merged
 from dora_rl.core.errors import UserError
 from dora_rl.core.settings import ParadigmName
 from dora_rl.runtime.train import Run, read_config
@@ -70,13 +71,6 @@ def test_every_split_is_a_valid_configuration_with_the_same_slots(paradigm: Para
 def test_what_cannot_be_measured_is_refused(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         Plan(**wrong)
-
-
-def test_sections_are_laid_over_each_other_key_by_key() -> None:
-    assert merged({"a": {"x": 1, "y": 2}}, {"a": {"y": 3}, "b": {"z": 4}}) == {
-        "a": {"x": 1, "y": 3},
-        "b": {"z": 4},
-    }
 
 
 @pytest.mark.slow

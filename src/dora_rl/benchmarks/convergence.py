@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dora_rl.benchmarks.training import merged, train_once, workplace
-from dora_rl.config import load_toml
+from dora_rl.benchmarks.training import train_once, workplace
+from dora_rl.config import load_toml, merged
 from dora_rl.core.errors import UserError
 from dora_rl.runtime.train import Run
 

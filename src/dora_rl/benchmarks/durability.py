@@ -11,13 +11,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dora_rl.benchmarks.training import merged, train_once, workplace
-from dora_rl.config import dump_toml, load_toml
+from dora_rl.benchmarks.training import train_once, workplace
+from dora_rl.chaos.processes import parts
+from dora_rl.config import dump_toml, load_toml, merged
 from dora_rl.core.commands import Command
 from dora_rl.core.errors import UserError
 from dora_rl.core.events import (
@@ -139,7 +139,7 @@ class _Killer(_Stopwatch):
 
     def __init__(self, out: Path, after: int) -> None:
         super().__init__(InstanceFailed)
-        self._log = (out / "logs" / "rollout-0.log").resolve()
+        self._out = out
         self._left = after
 
     def observed(self, now: float, event: Event, commands: Sequence[Command]) -> None:
@@ -147,16 +147,9 @@ class _Killer(_Stopwatch):
         self._left -= isinstance(event, TrajectoryFinished)
         if self._left <= 0 and not self.began:
             self.began = time.monotonic()
-            os.kill(_writer_of(self._log), signal.SIGKILL)
-
-
-def _writer_of(log: Path) -> int:
-    """The process whose output goes to this file."""
-    for link in Path("/proc").glob("[0-9]*/fd/1"):
-        with suppress(OSError):
-            if link.readlink() == log:
-                return int(link.parts[2])
-    raise RunFailed(f"nobody writes `{log}`: no rollout process was found to be killed")
+            if (pid := parts(self._out).get("rollout-0")) is None:
+                raise RunFailed("no rollout process was found to be killed")
+            os.kill(pid, signal.SIGKILL)
 
 
 def _time_replacement(plan: Plan, out: Path) -> float:

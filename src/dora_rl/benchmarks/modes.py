@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dora_rl.benchmarks.training import merged, train_once, workplace
+from dora_rl.benchmarks.training import train_once, workplace
+from dora_rl.config import merged
 from dora_rl.core.errors import UserError
 from dora_rl.core.paradigms import PARADIGMS
 from dora_rl.core.settings import ParadigmName

@@ -26,12 +26,3 @@ def workplace() -> Iterator[Path]:
     """A directory for runs, removed with them."""
     with tempfile.TemporaryDirectory(prefix="dora-rl-bench-") as name:
         yield Path(name)
-
-
-def merged(*layers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Sections laid over each other, key by key; later ones win."""
-    result: dict[str, dict[str, Any]] = {}
-    for layer in layers:
-        for section, values in layer.items():
-            result[section] = {**result.get(section, {}), **values}
-    return result

@@ -5,7 +5,7 @@ Whatever the user got wrong leaves here as one `UserError` of one line, which na
 the value and the fix.
 """
 
-from dora_rl.config.files import apply_overrides, dump_toml, load_toml
+from dora_rl.config.files import apply_overrides, dump_toml, load_toml, merged
 from dora_rl.config.validation import ConfigModel, validate
 
-__all__ = ["ConfigModel", "apply_overrides", "dump_toml", "load_toml", "validate"]
+__all__ = ["ConfigModel", "apply_overrides", "dump_toml", "load_toml", "merged", "validate"]

@@ -65,6 +65,15 @@ def apply_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
     return result
 
 
+def merged(*layers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Sections laid over each other, key by key; later ones win."""
+    result: dict[str, dict[str, Any]] = {}
+    for layer in layers:
+        for section, values in layer.items():
+            result[section] = {**result.get(section, {}), **values}
+    return result
+
+
 def _parse_override(override: str) -> tuple[list[str], Any]:
     key, equals, text = override.partition("=")
     path = [part.strip() for part in key.split(".")]
