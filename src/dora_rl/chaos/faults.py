@@ -11,14 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from dora_rl.chaos.life import Life
 from dora_rl.chaos.processes import parts, signal_to, workers
+from dora_rl.chaos.wounds import Wounds
 
 
 class Target(NamedTuple):
-    """A run and its driver's process."""
+    """A run, its life now, and what is damaged of it."""
 
     run: Path
-    driver: int
+    life: Life
+    wounds: Wounds
     random: random.Random
 
 
@@ -42,20 +45,45 @@ def _stop_part(kind: str) -> Fault:
 
 
 def _kill_driver(target: Target) -> str | None:
-    return _signal(target, {"driver": target.driver}, signal.SIGKILL, "killed")
+    return _signal(target, {"driver": target.life.pid}, signal.SIGKILL, "killed")
 
 
 def _stop_driver(target: Target) -> str | None:
-    return _pause(target, {"driver": target.driver})
+    return _pause(target, {"driver": target.life.pid})
 
 
 def _end_driver(target: Target) -> str | None:
-    return _signal(target, {"driver": target.driver}, signal.SIGTERM, "asked to end")
+    return _signal(target, {"driver": target.life.pid}, signal.SIGTERM, "asked to end")
 
 
 def _kill_worker(target: Target) -> str | None:
-    found = {f"worker {pid}": pid for pid in workers(target.driver, target.run)}
+    found = {f"worker {pid}": pid for pid in workers(target.life.pid, target.run)}
     return _signal(target, found, signal.SIGKILL, "killed")
+
+
+def _repeat_messages(target: Target) -> str | None:
+    seconds = _seconds(target)
+    target.life.repeat_messages(seconds)
+    return f"every message to the driver is heard again for {seconds} s"
+
+
+def _slow_disk(target: Target) -> str | None:
+    seconds, delay = _seconds(target), round(target.random.uniform(0.01, 0.1), 2)
+    target.life.disk.be_slow(delay, seconds)
+    return f"each sync and write takes {delay} s longer for {seconds} s"
+
+
+def _full_disk(target: Target) -> str | None:
+    seconds = round(target.random.uniform(0.5, 4.0), 1)
+    target.life.disk.be_full(seconds)
+    return f"the disk is full for {seconds} s"
+
+
+def _damage_file(target: Target) -> str | None:
+    """Of a run that is dead: one that lives has its files open, and would write them again."""
+    target.life.kill(target.run)
+    done = target.wounds.inflict(target.random)
+    return f"driver killed, and {done}" if done else None
 
 
 FAULTS: dict[str, tuple[Fault, str]] = {
@@ -67,7 +95,12 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     "kill-driver": (_kill_driver, "SIGKILL of the driver; the run is resumed"),
     "stop-driver": (_stop_driver, "SIGSTOP of the driver; SIGCONT later"),
     "end-driver": (_end_driver, "SIGTERM of the driver; the run is resumed"),
+    "repeat-messages": (_repeat_messages, "the driver hears again what it has heard"),
+    "slow-disk": (_slow_disk, "each sync and write of the run takes longer for a while"),
+    "full-disk": (_full_disk, "syncs and writes of the run find no room for a while"),
+    "damage-file": (_damage_file, "the run is killed, and a file of it cut or altered"),
 }
+OF_THE_DISK = ("slow-disk", "full-disk")
 
 
 def _of(target: Target, kind: str) -> dict[str, int]:
@@ -85,10 +118,15 @@ def _pause(target: Target, found: dict[str, int]) -> str | None:
     if not found:
         return None
     name = target.random.choice(sorted(found))
-    seconds = round(target.random.expovariate(1 / 5.0), 1)
+    seconds = _seconds(target)
     if not signal_to(found[name], signal.SIGSTOP):
         return None
     waker = threading.Timer(seconds, signal_to, (found[name], signal.SIGCONT))
     waker.daemon = True
     waker.start()
     return f"{name} stopped for {seconds} s"
+
+
+def _seconds(target: Target) -> float:
+    """Shorter or longer than a silence is borne."""
+    return round(target.random.expovariate(1 / 5.0), 1)

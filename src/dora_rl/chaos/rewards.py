@@ -13,10 +13,14 @@ SHARE = 0.004  # of responses
 
 
 def unreliable(response: str, example: Mapping[str, Any]) -> Any:
-    """As `chains.reward`, but for a few that raise, hang, die, or are no number."""
-    if random.random() >= SHARE:
+    """As `chains.reward`, but for a few that raise, hang, die, or are no number.
+
+    Which ones is a matter of what was asked and answered, so that a storm has one seed.
+    """
+    rng = random.Random(f"{example} {response}")
+    if rng.random() >= SHARE:
         return chains.reward(response, example)
-    match random.randrange(6):
+    match rng.randrange(6):
         case 0:
             raise RuntimeError("a reward that raises")
         case 1:

@@ -1,10 +1,7 @@
 """A real run, struck by faults at random moments, resumed as often as it ends, then audited."""
 
 import random
-import signal
 import statistics
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -12,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dora_rl.benchmarks.training import merged
-from dora_rl.chaos.faults import FAULTS, Target
-from dora_rl.chaos.processes import below, signal_to
-from dora_rl.config import dump_toml
+from dora_rl.chaos.faults import FAULTS, OF_THE_DISK, Target
+from dora_rl.chaos.life import Life
+from dora_rl.chaos.wounds import Wounds
+from dora_rl.config import dump_toml, merged
 from dora_rl.core.audit import AuditReport, audit_journal
 from dora_rl.core.errors import UserError
 from dora_rl.runtime.errors import RunFailed
@@ -23,6 +20,7 @@ from dora_rl.runtime.recording import StepRecord, read_records
 from dora_rl.runtime.train import read_config
 from dora_rl.store.ledger import Ledger
 from dora_rl.store.rundir import JOURNAL, LEDGER, METRICS_OF_STEPS, JournalFile, check_free
+from dora_rl.tasks.workers.kernel import can_watch_calls
 
 Progress = Callable[[str], None]
 _ENDLESS = 1_000_000  # steps: the storm says when it is over
@@ -52,6 +50,10 @@ class Plan:
         for name in self.faults:
             if name not in FAULTS:
                 raise UserError(f"no such fault: `{name}`. There are {', '.join(FAULTS)}.")
+            if name in OF_THE_DISK and not can_watch_calls():
+                raise UserError(
+                    f"`{name}` needs Linux 5.5 on x86-64 or ARM. Name the others with --faults."
+                )
         if not self.faults:
             raise UserError("--faults must name one at least.")
         for option, value in (("minutes", self.minutes), ("every", self.every_s)):
@@ -67,6 +69,8 @@ class Result:
     plan: Plan
     faults: Counter[str] = field(default_factory=Counter)
     resumed: int = 0
+    refused: int = 0
+    """Resumes that named a damaged file, which was then mended."""
     steps: int = 0
     states: dict[str, int] = field(default_factory=dict)
     rewards: tuple[float, float] = (0.0, 0.0)
@@ -84,6 +88,7 @@ class Result:
             "minutes": self.plan.minutes,
             "faults": dict(self.faults),
             "resumed": self.resumed,
+            "refused": self.refused,
             "steps": self.steps,
             "trajectories": self.states,
             "reward": {"first": self.rewards[0], "last": self.rewards[1]},
@@ -97,7 +102,8 @@ class Result:
         first, last = self.rewards
         return [
             f"{sum(self.faults.values())} faults: {struck}",
-            f"{self.steps} steps; resumed {self.resumed} times",
+            f"{self.steps} steps; resumed {self.resumed} times, of which {self.refused} were "
+            "refused for a damaged file, by its name",
             f"trajectories: {states}",
             f"reward {first:.3f} (first {_FEW} steps) -> {last:.3f} (last {_FEW})",
             *self.audit.summary(),
@@ -115,32 +121,27 @@ class _Storm:
         self._tell = progress
         self._random = random.Random(plan.seed)
         self._result = Result(plan)
-        self._driver: subprocess.Popen[bytes] | None = None
+        self._failures = 0  # lives in a row that ended by themselves before they took a step
         self._log = plan.out.with_name(f"{plan.out.name}.log")
+        hospital = plan.out.with_name(f"{plan.out.name}.damaged")
+        self._wounds = Wounds(plan.out, hospital)
+        self._life = self._start()
 
     def run(self) -> Result:
         try:
             self._weather()
             self._end()
         finally:
-            self._kill()
+            self._life.kill(self._plan.out)
         return self._conclude()
 
     def _weather(self) -> None:
-        self._start()
         end = time.monotonic() + 60 * self._plan.minutes
         strike_at = time.monotonic() + self._pause()
-        failures = 0
         while time.monotonic() < end:
             time.sleep(0.2)
-            steps = self._steps()
-            if self._ended():
-                failures = 0 if steps > self._result.steps else failures + 1
-                if failures > _MOST_FAILURES:
-                    raise RunFailed(f"the run ended {failures} times without a step: {self._log}")
-                self._resume()
-            self._result.steps = max(steps, self._result.steps)
-            if time.monotonic() >= strike_at:
+            self._look()
+            if time.monotonic() >= strike_at and self._result.steps:
                 strike_at = time.monotonic() + self._pause()
                 self._strike()
 
@@ -149,36 +150,59 @@ class _Storm:
 
     def _strike(self) -> None:
         name = self._random.choice(self._plan.faults)
-        assert self._driver is not None
-        done = FAULTS[name][0](Target(self._plan.out, self._driver.pid, self._random))
+        target = Target(self._plan.out, self._life, self._wounds, self._random)
+        done = FAULTS[name][0](target)
         if done is not None:
             self._result.faults[name] += 1
             number = sum(self._result.faults.values())
             self._tell(f"fault {number}, step {self._result.steps}: {done}")
 
-    # The driver
+    # The run's lives
 
-    def _start(self) -> None:
+    def _start(self) -> Life:
         plan = self._plan
         data = merged(plan.config, _STORMY, {"run": {"out": str(plan.out)}})
         config = plan.out.with_name(f"{plan.out.name}.toml")
         config.parent.mkdir(parents=True, exist_ok=True)
         config.write_text(dump_toml(read_config(data)), encoding="utf-8")
-        self._launch(str(config))
+        return self._live(str(config))
 
-    def _resume(self) -> None:
-        if not (self._plan.out / LEDGER).is_file():
-            raise RunFailed(f"the run ended before it began: see {self._log}")
-        self._result.resumed += 1
-        self._launch("--resume", str(self._plan.out))
+    def _live(self, *arguments: str) -> Life:
+        return Life(["train", *arguments, "--plain"], self._log)
 
-    def _launch(self, *arguments: str) -> None:
-        command = [sys.executable, "-m", "dora_rl", "train", *arguments, "--plain"]
-        with open(self._log, "ab") as log:
-            self._driver = subprocess.Popen(command, stdout=log, stderr=log)
+    def _look(self) -> None:
+        """See how far the run is, and resume it if it has ended."""
+        if self._life.ended:
+            self._examine()
+            if not (self._plan.out / LEDGER).is_file():
+                raise RunFailed(f"the run ended before it began: see {self._log}")
+            self._result.resumed += 1
+            self._life = self._live("--resume", str(self._plan.out))
+            return
+        if self._wounds.open and not self._life.works:
+            return  # what we would read may be damaged
+        steps = self._steps()
+        if steps > self._result.steps:
+            self._result.steps = steps
+            self._failures = 0
+            self._wounds.outlived()
 
-    def _ended(self) -> bool:
-        return self._driver is None or self._driver.poll() is not None
+    def _examine(self) -> None:
+        """A life that ended by itself must say which file was damaged; then that is mended."""
+        if not self._life.refused:
+            return
+        named = self._wounds.heal_those_named(self._life.words)
+        if named:
+            self._result.refused += 1
+            self._tell(f"refused, and mended: {', '.join(path.name for path in named)}")
+            return
+        self._failures += 1
+        if self._failures > _MOST_FAILURES:
+            damaged = ", ".join(str(wound.path) for wound in self._wounds.open)
+            why = f", and did not say that {damaged} is damaged" if damaged else ""
+            raise RunFailed(
+                f"the run ended {self._failures} times without a step{why}: {self._log}"
+            )
 
     def _steps(self) -> int:
         """Trained and committed."""
@@ -189,32 +213,16 @@ class _Storm:
             return known + sum(row.state == "trained" for row in ledger.batches(after=known - 1))
 
     def _end(self) -> None:
-        """The storm is over: the run finishes its step, saves, and ends."""
+        """The storm is over: the run goes on for a step, saves, and ends."""
         self._tell("the storm is over: the run goes on for a step, and ends")
         deadline = time.monotonic() + _END_S
-        before = self._steps()
-        if self._ended():
-            self._resume()
-        while self._steps() <= before:
-            if self._ended():
-                self._resume()
+        before = self._result.steps
+        while self._result.steps <= before:
+            self._look()
             if time.monotonic() > deadline:
                 raise RunFailed(f"no step was trained after the storm: see {self._log}")
             time.sleep(0.2)
-        assert self._driver is not None
-        self._driver.send_signal(signal.SIGTERM)
-        try:
-            self._driver.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            raise RunFailed(f"the run did not end when it was asked to: see {self._log}") from None
-
-    def _kill(self) -> None:
-        if self._driver is not None and self._driver.poll() is None:
-            left = below(self._driver.pid)
-            self._driver.kill()
-            self._driver.wait()
-            for pid in left:
-                signal_to(pid, signal.SIGKILL)
+        self._life.ask_to_end(_END_S)
 
     def _conclude(self) -> Result:
         result, out = self._result, self._plan.out

@@ -11,9 +11,11 @@ from dora_rl.cli import _benching as benching
 
 _EPILOG = """\b
 Trains for real, the quickstart unless a CONFIG is named, with a reward that now and then raises,
-hangs, dies or is no number. Meanwhile processes are killed, stopped and woken at random moments,
-the driver among them; a run that has ended is resumed. When the time is over, it ends as after
-Ctrl-C, and is audited from its journal and its ledger.
+hangs, dies or is no number. Meanwhile, at random moments, processes are killed, stopped and woken,
+the driver among them; messages are heard twice; the disk is slow or full; files are cut or altered.
+A run that has ended is resumed; one that names a damaged file gets it back whole. When the time is
+over, it ends as after Ctrl-C, and is audited from its journal and its ledger. OUT.log has what it
+said, OUT.damaged the files as they were.
 
 \b
 Exit code: 0 if no promise was broken, 1 if one was, 2 for bad input.
@@ -71,7 +73,8 @@ def command(
     def tell(line: str) -> None:
         click.echo(line, err=True)
 
-    result = brave(plan, tell)
+    with benching.children():
+        result = brave(plan, tell)
     if as_json:
         click.echo(json.dumps(result.to_json(), indent=2))
     else:

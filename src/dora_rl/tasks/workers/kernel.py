@@ -10,8 +10,8 @@ import os
 import signal
 import struct
 import sys
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 LINUX = sys.platform == "linux"
@@ -123,17 +123,41 @@ class _Machine(NamedTuple):
     socket: int
     socketpair: int
     kill: int
+    pwrite64: int
+    fsync: int
+    fdatasync: int
+    seccomp: int
 
 
 _MACHINES = {
-    "x86_64": _Machine(audit=0xC000003E, socket=41, socketpair=53, kill=62),
-    "aarch64": _Machine(audit=0xC00000B7, socket=198, socketpair=199, kill=129),
+    "x86_64": _Machine(
+        audit=0xC000003E,
+        socket=41,
+        socketpair=53,
+        kill=62,
+        pwrite64=18,
+        fsync=74,
+        fdatasync=75,
+        seccomp=317,
+    ),
+    "aarch64": _Machine(
+        audit=0xC00000B7,
+        socket=198,
+        socketpair=199,
+        kill=129,
+        pwrite64=68,
+        fsync=82,
+        fdatasync=83,
+        seccomp=277,
+    ),
 }
 _IO_URING_SETUP = 425  # makes sockets as well, and is seen by no filter
 _X32 = 0x40000000  # calls of another kind, under other numbers
 _LOAD, _AND, _IF_EQUAL, _IF_AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
 _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050000 | errno.EACCES, 0x80000000
-_SECCOMP_FILTER = 2
+_ASK = 0x7FC00000
+_SECCOMP_FILTER = 2  # to prctl
+_SET_FILTER, _NEW_LISTENER, _GET_SIZES = 1, 8, 3  # to seccomp
 _NUMBER, _ARCHITECTURE, _FIRST, _SECOND = 0, 4, 16, 24  # where they are in what a filter sees
 _SOCK_DGRAM = 2
 
@@ -143,7 +167,7 @@ def filter_calls(*, sockets: bool) -> bool:
 
     A pair of datagram sockets is refused too: it could still send to another address.
     """
-    machine = _MACHINES.get(os.uname().machine) if LINUX and sys.maxsize > 2**32 else None
+    machine = _machine()
     if machine is None:
         return False
     steps = [
@@ -163,9 +187,47 @@ def filter_calls(*, sockets: bool) -> bool:
             *((_IF_EQUAL, 0, 1, _SOCK_DGRAM), (_RETURN, 0, 0, _REFUSE)),
         ]
     steps.append((_RETURN, 0, 0, _ALLOW))
+    with _program(steps) as program:
+        return bool(_libc().prctl(_PR_SET_SECCOMP, _SECCOMP_FILTER, program, 0, 0) == 0)
+
+
+def can_watch_calls() -> bool:
+    """Whether a process may answer for system calls of another (Linux 5.5)."""
+    machine, sizes = _machine(), ctypes.create_string_buffer(6)
+    return machine is not None and _syscall(_libc(), machine.seccomp, _GET_SIZES, 0, sizes) == 0
+
+
+def watch_disk_calls() -> int | None:
+    """From now on, what we and our children sync, or write at a place, waits for an answer.
+
+    The file descriptor that is returned is asked for these calls (`seccomp_unotify(2)`).
+    """
+    machine = _machine()
+    if machine is None or not refuse_privileges():
+        return None
+    steps = [
+        (_LOAD, 0, 0, _ARCHITECTURE),
+        (_IF_EQUAL, 1, 0, machine.audit),
+        (_RETURN, 0, 0, _ALLOW),
+        (_LOAD, 0, 0, _NUMBER),
+    ]
+    for number in (machine.fsync, machine.fdatasync, machine.pwrite64):
+        steps += [(_IF_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ASK)]
+    steps.append((_RETURN, 0, 0, _ALLOW))
+    with _program(steps) as program:
+        listener = _syscall(_libc(), machine.seccomp, _SET_FILTER, _NEW_LISTENER, program)
+    return listener if listener >= 0 else None
+
+
+def _machine() -> _Machine | None:
+    return _MACHINES.get(os.uname().machine) if LINUX and sys.maxsize > 2**32 else None
+
+
+@contextmanager
+def _program(steps: list[tuple[int, int, int, int]]) -> Iterator[bytes]:
+    """A filter as the kernel takes it, which points to its steps."""
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in steps))
-    program = struct.pack("@HP", len(steps), ctypes.addressof(code))
-    return bool(_libc().prctl(_PR_SET_SECCOMP, _SECCOMP_FILTER, program, 0, 0) == 0)
+    yield struct.pack("@HP", len(steps), ctypes.addressof(code))
 
 
 def wipe_start_environment(keep: set[str]) -> None:

@@ -1,0 +1,69 @@
+"""A disk that is slow or full, as the run sees it: the kernel asks us before it syncs or writes.
+
+Seccomp lets one process answer for system calls of another (`seccomp_unotify(2)`). A healthy disk
+is the answer "go on"; a slow one is the same answer, later; a full one is `ENOSPC`.
+"""
+
+import errno
+import fcntl
+import select
+import socket
+import struct
+import threading
+import time
+
+_RECEIVE, _SEND = 0xC0502100, 0xC0182101  # ioctls of a seccomp listener
+_ASKED = 80  # bytes of a question; it begins with its number
+_GO_ON = 1
+
+
+class Disk(threading.Thread):
+    """Answers for the disk of a driver and its children, until the last of them is gone."""
+
+    def __init__(self, line: socket.socket) -> None:
+        """`line` brings the listener, from the driver that has asked for it."""
+        super().__init__(name="disk", daemon=True)
+        self._line = line
+        self._until = 0.0
+        self._delay_s = 0.0
+        self._full = False
+        self.answered = 0
+        self.refused = 0
+        self.start()
+
+    def be_slow(self, delay_s: float, for_s: float) -> None:
+        """Every sync and every write takes that much longer."""
+        self._full, self._delay_s, self._until = False, delay_s, time.monotonic() + for_s
+
+    def be_full(self, for_s: float) -> None:
+        """No sync and no write has room."""
+        self._full, self._delay_s, self._until = True, 0.0, time.monotonic() + for_s
+
+    def run(self) -> None:
+        try:
+            _, listeners, _, _ = socket.recv_fds(self._line, 1, 1)
+        except OSError:
+            return
+        for listener in listeners:
+            self._answer(listener)
+
+    def _answer(self, listener: int) -> None:
+        poll = select.poll()
+        poll.register(listener, select.POLLIN)
+        while not any(happened & select.POLLHUP for _, happened in poll.poll()):
+            question = bytearray(_ASKED)
+            try:
+                fcntl.ioctl(listener, _RECEIVE, question)
+                (number,) = struct.unpack_from("=Q", question)
+                fcntl.ioctl(listener, _SEND, self._reply(number))
+            except OSError:  # who asked was killed meanwhile
+                continue
+            self.answered += 1
+
+    def _reply(self, number: int) -> bytes:
+        if time.monotonic() < self._until:
+            if self._full:
+                self.refused += 1
+                return struct.pack("=QqiI", number, 0, -errno.ENOSPC, 0)
+            time.sleep(self._delay_s)
+        return struct.pack("=QqiI", number, 0, 0, _GO_ON)

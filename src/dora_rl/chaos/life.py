@@ -1,0 +1,84 @@
+"""One life of a run: its driver's process, what it said, and our hands on it."""
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from dora_rl.chaos.disk import Disk
+from dora_rl.chaos.processes import below, parts, signal_to
+from dora_rl.runtime.errors import RunFailed
+
+_GONE_S = 30.0  # for processes that were killed
+
+
+class Life:
+    """From a start or a resume to the driver's end. Its output is appended to `log`."""
+
+    def __init__(self, arguments: Sequence[str], log: Path) -> None:
+        ours, theirs = socket.socketpair()
+        self._line = ours
+        self._log = log
+        with theirs, open(log, "ab") as output:
+            self._began = output.tell()
+            command = [sys.executable, "-m", "dora_rl.chaos.driver", str(theirs.fileno())]
+            self._driver = subprocess.Popen(
+                [*command, *arguments],
+                stdout=output,
+                stderr=output,
+                pass_fds=(theirs.fileno(),),
+            )
+        self.disk = Disk(ours)
+
+    @property
+    def pid(self) -> int:
+        return self._driver.pid
+
+    @property
+    def ended(self) -> bool:
+        return self._driver.poll() is not None
+
+    @property
+    def refused(self) -> bool:
+        """Whether it ended by itself, and not well."""
+        return self._driver.poll() in (1, 2)
+
+    @property
+    def words(self) -> str:
+        """What it has said."""
+        with open(self._log, "rb") as file:
+            file.seek(self._began)
+            return file.read().decode(errors="replace")
+
+    @property
+    def works(self) -> bool:
+        """Whether it has taken a step."""
+        return re.search(r"^step \d", self.words, re.MULTILINE) is not None
+
+    def repeat_messages(self, for_s: float) -> None:
+        with suppress(OSError):  # it is gone
+            self._line.sendall(f"{for_s}\n".encode())
+
+    def ask_to_end(self, within_s: float) -> None:
+        self._driver.send_signal(signal.SIGTERM)
+        try:
+            self._driver.wait(within_s)
+        except subprocess.TimeoutExpired:
+            raise RunFailed(f"the run did not end when it was asked to: see {self._log}") from None
+
+    def kill(self, run: Path) -> None:
+        """The driver and all that it has started, gone."""
+        left = {self.pid, *below(self.pid), *parts(run).values()}
+        for pid in left:
+            signal_to(pid, signal.SIGKILL)
+        self._driver.wait()
+        deadline = time.monotonic() + _GONE_S
+        while parts(run):
+            if time.monotonic() > deadline:
+                raise RunFailed(f"processes of the run survive SIGKILL: {parts(run)}")
+            time.sleep(0.05)
