@@ -142,6 +142,17 @@ def _deep() -> Any:
     return _deep()
 
 
+class Writer:
+    """Leaves a note in the example's directory."""
+
+    def reset(self, example: dict[str, Any]) -> str:
+        (Path(example["directory"]) / "note").write_text("x")
+        return "written"
+
+    def step(self, text: str) -> Step:
+        return Step("", done=True)
+
+
 class Count:
     """Counts its steps up to the example's `n`; some words make it misbehave."""
 

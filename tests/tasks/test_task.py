@@ -17,6 +17,7 @@ from dora_rl.tasks.names import import_object, name_of
 from dora_rl.tasks.settings import RewardSettings, TaskSettings
 from dora_rl.tasks.sources import Gym
 from dora_rl.tasks.task import Task, reward_parts
+from dora_rl.tasks.workers import kernel
 from tests.tasks import samples
 from tests.tasks.models import make_directory
 
@@ -116,6 +117,7 @@ def test_what_is_missing_is_said() -> None:
         ({"eval_every": 5}, "eval_every needs eval_prompts: `5`"),
         ({"reward_timeout_s": 0}, "reward_timeout_s must be > 0"),
         ({"reward_memory_mb": 1}, "reward_memory_mb must be >= 16"),
+        ({"writable": "scores"}, "writable must be"),
         ({"chat": "yes"}, "chat must be one of"),
         ({"epochs": 0}, "epochs must be >= 1"),
         ({"reward_timeout": 1.0}, "Did you mean `reward_timeout_s`"),
@@ -134,9 +136,75 @@ def test_settings_are_written_and_read_back() -> None:
         prompts="gym:leg_counting",
         options={"size": 5, "nested": {"a": [1]}},
         reward=(RewardSettings(name="gym", weight=0.5),),
+        writable=("scores", "/tmp/scores"),
     )
     for whole in (settings, TaskSettings(), TaskSettings(reward="exact")):
         assert validate(TaskSettings, tomllib.loads(dump_toml(whole)), "x") == whole
+
+
+def test_a_reward_writes_where_it_is_allowed_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a name that means another directory to a worker, which has one of its own."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("kept", "other"):
+        (tmp_path / name).mkdir()
+
+    def write(response: str) -> float:
+        (tmp_path / response / "note").write_text("x")
+        return 1.0
+
+    def play(task: Task, directory: str) -> str | None:
+        with task.environment_pool() as pool:
+            pool.open(1, {"directory": str(tmp_path / directory)})
+            return pool.poll(5.0)[0].failure
+
+    tasks = [
+        open_task(prompts=ROWS, reward=write, writable=("kept",)),
+        open_task(prompts=ROWS, environment=samples.Writer, writable=("kept",)),
+    ]
+    with tasks[0].score_pool() as pool:
+        if pool.isolation.writes != "scratch":
+            pytest.skip("no Landlock")
+        (prompt,) = tasks[0].stream.read(0, 1)
+        assert pool.run(tasks[0].job(prompt, "kept")).reward == 1.0
+        assert "PermissionError" in str(pool.run(tasks[0].job(prompt, "other")).failure)
+    assert play(tasks[1], "kept") is None
+    assert "PermissionError" in str(play(tasks[1], "other"))
+    assert [path.name for path in (tmp_path / "other").iterdir()] == []
+
+
+def test_a_writable_directory_that_is_gone_takes_no_confinement_along(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    task = open_task(prompts=ROWS, reward=samples.length, writable=(str(gone),))
+    with task.score_pool() as pool:
+        before = pool.isolation
+    gone.rmdir()
+    with task.score_pool() as pool:
+        assert pool.isolation == before
+
+
+@pytest.mark.parametrize("name", ["nowhere", "a-file", ""])
+def test_what_is_no_directory_cannot_be_writable(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a-file").write_text("x")
+    with pytest.raises(TaskError, match=f"task.writable must name .*: `{name}` is none. Make it"):
+        open_task(prompts=ROWS, reward="exact", writable=(".", name))
+
+
+def test_what_is_not_kept_from_the_workers_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = open_task(prompts=ROWS, reward=lambda response: 0.0, environment=samples.Count)
+    with task.score_pool() as pool:
+        assert task.gaps == tuple(pool.isolation.gaps())
+    monkeypatch.setattr(kernel, "confine_writes", lambda *_: False)  # a fork has it as well
+    task.score_pool().close()
+    assert "files outside the scratch directory (no Landlock)" in task.gaps
+    once = task.gaps
+    task.environment_pool().close()
+    assert task.gaps == once
 
 
 def test_rewards_in_every_form() -> None:

@@ -66,6 +66,8 @@ class TaskSettings(ConfigModel):
     reward_memory_mb: Annotated[int, Field(ge=16)] = 1024
     """What a worker may use on top of what it has when it starts."""
     reward_network: bool = False
+    writable: tuple[str, ...] = ()
+    """Directories that a worker may write to, besides a scratch directory of its own."""
 
     eval_prompts: str | None = None
     eval_options: dict[str, Any] = Field(default_factory=dict)

@@ -4,10 +4,11 @@ import hashlib
 import importlib.util
 import inspect
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from dora_rl.samples import Trajectory
 from dora_rl.tasks.encoding import Encoder
@@ -16,12 +17,14 @@ from dora_rl.tasks.names import label_of, name_of
 from dora_rl.tasks.prompts import Prompt, PromptStream, prompt_of
 from dora_rl.tasks.settings import TaskSettings
 from dora_rl.tasks.sources import open_source
+from dora_rl.tasks.workers.pool import Pool
 from dora_rl.tasks.workers.scores import ScoreJob, ScorePool
 from dora_rl.tasks.workers.sessions import EnvironmentPool
 from dora_rl.tasks.workers.wire import Part
 
 Reward: TypeAlias = str | Callable[..., Any]
 Rewards: TypeAlias = Reward | Sequence[Reward] | Mapping[str, Reward]
+_Pool = TypeVar("_Pool", bound=Pool)
 
 
 class Task:
@@ -36,6 +39,7 @@ class Task:
         encoder: Encoder | None,
         rewards: tuple[Part, ...],
         environment: Part | None,
+        writable: tuple[str, ...] = (),
     ) -> None:
         self.settings = settings
         self.stream = stream
@@ -43,6 +47,9 @@ class Task:
         self.rewards = rewards
         self._encoder = encoder
         self._environment = environment
+        self._writable = writable
+        self.gaps: tuple[str, ...] = ()
+        """What this system does not keep from the workers; known once some have been started."""
 
     @classmethod
     def open(
@@ -60,6 +67,7 @@ class Task:
 
         Without a model directory there is no encoder.
         """
+        writable = _directories(settings.writable)
         rewards = reward_parts(settings.reward if reward is None else reward)
         environment = settings.environment if environment is None else environment
         if not rewards and environment is None:
@@ -89,6 +97,7 @@ class Task:
             environment=None
             if environment is None
             else Part(name=label_of(environment), function=environment),
+            writable=writable,
         )
 
     @property
@@ -115,27 +124,27 @@ class Task:
         """Workers for the rewards; the caller closes them."""
         if not self.rewards:
             raise TaskError("task.reward is missing: the rewards are the environment's.")
-        settings = self.settings
-        return ScorePool(
-            self.rewards,
-            workers=settings.reward_workers,
-            timeout_s=settings.reward_timeout_s,
-            memory_mb=settings.reward_memory_mb,
-            network=settings.reward_network,
-        )
+        return self._started(ScorePool(self.rewards, **self._limits))
 
     def environment_pool(self) -> EnvironmentPool:
         """Workers for the environment; the caller closes them."""
         if self._environment is None:
             raise TaskError("task.environment is missing. Name a class: module:Class.")
-        settings = self.settings
-        return EnvironmentPool(
-            self._environment,
-            workers=settings.reward_workers,
-            timeout_s=settings.reward_timeout_s,
-            memory_mb=settings.reward_memory_mb,
-            network=settings.reward_network,
-        )
+        return self._started(EnvironmentPool(self._environment, **self._limits))
+
+    @property
+    def _limits(self) -> dict[str, Any]:
+        return {
+            "workers": self.settings.reward_workers,
+            "timeout_s": self.settings.reward_timeout_s,
+            "memory_mb": self.settings.reward_memory_mb,
+            "network": self.settings.reward_network,
+            "writable": self._writable,
+        }
+
+    def _started(self, pool: _Pool) -> _Pool:
+        self.gaps = tuple(dict.fromkeys((*self.gaps, *pool.isolation.gaps())))
+        return pool
 
     @property
     def fingerprints(self) -> dict[str, str]:
@@ -181,6 +190,17 @@ def reward_parts(reward: Any) -> tuple[Part, ...]:
     if twice is not None:
         raise TaskError(f"task.reward has two of one name: `{twice}`. Give each a name of its own.")
     return tuple(parts)
+
+
+def _directories(names: Sequence[str]) -> tuple[str, ...]:
+    """Where workers may write, wherever they are: they have a working directory of their own."""
+    for name in names:
+        if not os.path.isdir(name):
+            raise TaskError(
+                f"task.writable must name directories that exist: `{name}` is none. "
+                "Make it, or leave it out."
+            )
+    return tuple(os.path.realpath(name) for name in names)
 
 
 def _stream(

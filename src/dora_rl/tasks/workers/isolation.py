@@ -155,7 +155,9 @@ def enter_worker(
         with suppress(OSError):
             _write("/proc/self/oom_score_adj", "1000")  # rather we than the driver
     shared = [_SHARED_MEMORY] if cell and cell.own_memory else []
-    confined = kernel.confine_writes([scratch, *shared, *limits.writable], _DEVICES)
+    # One that is gone by now must not be the end of all confinement.
+    writable = filter(os.path.isdir, limits.writable)
+    confined = kernel.confine_writes([scratch, *shared, *writable], _DEVICES)
     privileges = kernel.drop_capabilities()
     filtered = kernel.filter_calls(sockets=limits.network)
     return Isolation(

@@ -1,6 +1,5 @@
 """What every pool of workers offers to whoever runs a loop: when to look, and how it ends."""
 
-from types import TracebackType
 from typing import Self
 
 from dora_rl.tasks.workers.crew import Crew
@@ -33,10 +32,5 @@ class Pool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -72,7 +72,7 @@ class Isolation(msgspec.Struct, frozen=True, kw_only=True):
             "unlimited memory": self.memory == "unlimited",
             "other processes of the user": self.processes == "shared",
             "any number of processes": self.forks == "unlimited",
-            "files outside the scratch directory": self.writes == "anywhere",
+            "files outside the scratch directory (no Landlock)": self.writes == "anywhere",
             "the driver's environment variables": self.driver == "readable",
         }
         return [what for what, open_ in words.items() if open_]
