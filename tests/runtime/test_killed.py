@@ -3,14 +3,21 @@
 In `inline` to the bit: the same weights, the same journal, the same ledger.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dora_rl.core.audit import audit_journal
-from dora_rl.store.rundir import checkpoints_in
-from tests.runtime.harness import journal, lines, weights
+from dora_rl.core.commands import Command
+from dora_rl.core.events import Event, WeightsPublished
+from dora_rl.runtime.listening import Listener
+from dora_rl.runtime.train import execute, resume
+from dora_rl.store.ledger import Ledger
+from dora_rl.store.rundir import LEDGER, checkpoints_in
+from dora_rl.weights.versions import published_versions
+from tests.runtime.harness import PROMPTS, assert_sound, journal, lines, run, weights
 from tests.runtime.killing import labels, live, rows
 
 pytestmark = pytest.mark.faults
@@ -80,3 +87,54 @@ def test_killed_at_every_point(shard: int, model: Path, whole: Path, tmp_path: P
         assert live(model, out, SECTIONS, point) == KILLED, passed[point]
         assert live(model, out, SECTIONS) == 0, passed[point]
         assert_same(out, whole)
+
+
+# Steps whose old log-probabilities are those of the versions that sampled them
+
+RECOMPUTE: dict[str, Any] = {**SECTIONS, "train": {"behaviour": "recompute"}}
+
+
+def test_killed_two_steps_past_a_checkpoint(model: Path, tmp_path: Path) -> None:
+    sections = {**RECOMPUTE, "run": {"steps": 6, "checkpoint_every": 3, "keep_checkpoints": 1}}
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    assert live(model, whole, sections) == 0
+    points = [n for n, label in enumerate(labels(whole)) if label == "after WeightStore.publish"]
+    assert live(model, out, sections, points[5]) == KILLED
+    assert [step for step, _ in checkpoints_in(out / "checkpoints")] == [3]
+    assert live(model, out, sections) == 0
+    assert_same(out, whole)
+
+
+class Dies(Listener):
+    """The driver, when a version is published."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+
+    def observed(self, now: float, event: Event, commands: Sequence[Command]) -> None:
+        if isinstance(event, WeightsPublished) and event.version == self.version:
+            raise RuntimeError("the driver dies")
+
+
+def test_steps_are_taken_again_with_versions_that_the_core_let_go_of(
+    model: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    sections = {
+        **RECOMPUTE,
+        "runtime": {"kind": "local"},
+        "orchestration": {"paradigm": "sync"},
+        "run": {"steps": 4, "checkpoint_every": None},
+    }
+    with pytest.raises(RuntimeError, match="the driver dies"):
+        run(model, out, Dies(3), **sections)
+    assert published_versions(out / "weights") == [0, 1, 2, 3]
+    with Ledger.read(out / LEDGER) as ledger:
+        gone = [row.version for row in ledger.versions() if row.state == "deleted"]
+    assert gone  # without them nothing could be taken again
+    ended = execute(resume(out, prompts=PROMPTS))
+    assert_sound(ended)
+    assert [record.step for record in ended.steps] == list(range(4))
+    with Ledger.read(out / LEDGER) as ledger:
+        kept = [row.version for row in ledger.versions() if row.state != "deleted"]
+    assert published_versions(out / "weights") == kept

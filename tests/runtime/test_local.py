@@ -17,9 +17,18 @@ import pytest
 from dora_rl.core.audit import audit_journal
 from dora_rl.core.commands import Command, Score, Start
 from dora_rl.core.errors import UserError
-from dora_rl.core.events import Event, InstanceFailed, InstanceJoined, TrajectoryFinished
+from dora_rl.core.events import (
+    Event,
+    InstanceFailed,
+    InstanceJoined,
+    TrajectoryFinished,
+    WeightsPublished,
+)
 from dora_rl.core.replay import replay
+from dora_rl.runtime import messages as ms
+from dora_rl.runtime.errors import RunFailed
 from dora_rl.runtime.listening import Listener
+from dora_rl.runtime.local.runtime import LocalRuntime
 from dora_rl.runtime.train import execute, resume
 from dora_rl.store.ledger import Ledger
 from dora_rl.store.rundir import LEDGER
@@ -100,6 +109,24 @@ def test_a_run_in_processes(model: Path, tmp_path: Path) -> None:
         assert (ended.directory / "logs" / f"{log}.log").read_text() == ""
 
 
+def test_a_checkpoint_is_asked_for_once(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last step may be one of those that are saved anyway."""
+    asked = []
+    to_trainer = LocalRuntime.to_trainer
+
+    def note(runtime: LocalRuntime, message: ms.ToTrainer) -> None:
+        if isinstance(message, ms.Save):
+            asked.append(Path(message.directory).name)
+        to_trainer(runtime, message)
+
+    monkeypatch.setattr(LocalRuntime, "to_trainer", note)
+    sections = {**ALONE, "run": {"steps": 4, "checkpoint_every": 2}}
+    assert_sound(run(model, tmp_path / "run", **sections))
+    assert asked == ["step-2", "step-4"]
+
+
 def test_a_rollout_process_that_is_killed_is_replaced(model: Path, tmp_path: Path) -> None:
     """One instance alone, so that the run cannot end without its successor."""
     ended = run(model, tmp_path / "run", Killer("rollout-0"), **ALONE)
@@ -112,6 +139,25 @@ def test_a_rollout_process_that_is_killed_is_replaced(model: Path, tmp_path: Pat
     joined = [event.incarnation for event in events if isinstance(event, InstanceJoined)]
     assert joined == [0, 1]
     assert ended.audit.failed == 0
+
+
+class Vandal(Listener):
+    """Cuts the manifest of a version, as it is published."""
+
+    def __init__(self, run: Path, version: int) -> None:
+        self.manifest = run / "weights" / f"version-{version:08}" / "manifest.json"
+
+    def observed(self, now: float, event: Event, commands: Sequence[Command]) -> None:
+        if isinstance(event, WeightsPublished) and self.manifest.exists():
+            os.truncate(self.manifest, 100)
+
+
+@pytest.mark.faults
+def test_a_version_that_nobody_can_install_ends_the_run(model: Path, tmp_path: Path) -> None:
+    """Rather than one instance after the other, for ever."""
+    out = tmp_path / "run"
+    with pytest.raises(RunFailed, match=r"manifest\.json"):
+        run(model, out, Vandal(out, 1), **ALONE)
 
 
 @pytest.mark.parametrize("checkpoint_every", [1, None])

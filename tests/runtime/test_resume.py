@@ -1,7 +1,9 @@
 """A run that was stopped goes on; one that cannot is refused by name."""
 
+import copy
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,12 @@ from dora_rl.core.events import Event, TrajectoryFinished, WeightsPublished
 from dora_rl.core.replay import replay
 from dora_rl.runtime.inline import InlineRuntime
 from dora_rl.runtime.listening import Listener
+from dora_rl.runtime.resuming import steps_to_redo
 from dora_rl.runtime.session import Ending, Session
 from dora_rl.runtime.train import Run, execute, prepare, read_config, resume
+from dora_rl.store.ledger import Ledger
 from dora_rl.store.rundir import LEDGER
+from dora_rl.weights.versions import published_versions
 from tests.runtime.harness import (
     PROMPTS,
     REWARDS,
@@ -156,6 +161,16 @@ def test_a_run_can_be_stopped_as_soon_as_it_goes_on(model: Path, tmp_path: Path)
     assert_sound(go_on(out))
 
 
+@pytest.mark.parametrize(("before", "after"), [(3, 1), (1, 2), (2, 2)])
+def test_a_run_goes_on_with_other_instances(
+    before: int, after: int, model: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    stopped(plan_of(model, out, runtime={"instances": before}), finished(14))
+    edit(out / "config.toml", f"instances = {before}", f"instances = {after}")
+    assert_sound(go_on(out))
+
+
 def test_stopping_does_not_change_what_sync_learns(model: Path, tmp_path: Path) -> None:
     """Without overlap the weights are a function of the seed, stopped or not."""
     sync = {"orchestration": {"paradigm": "sync"}}
@@ -181,6 +196,85 @@ def test_an_episode_begins_anew(model: Path, tmp_path: Path) -> None:
     assert_sound(go_on(out))
 
 
+# Steps that are taken again with the weights that their batches were sampled from
+
+RECOMPUTE = {"train": {"behaviour": "recompute"}}
+
+
+class Committer(Listener):
+    """Commits all the time, as a run in processes does, and sees what a resume would find."""
+
+    def __init__(self) -> None:
+        self.session: Session | None = None
+        self.redone: list[int] = []  # how many steps a trainer that dies now would take again
+        self.missing: set[int] = set()  # versions that it would not find
+        self.unleased: set[int] = set()  # versions that are there though the core let go of them
+
+    def observed(self, now: float, event: Event, commands: Sequence[Command]) -> None:
+        session = self.session
+        if session is None:
+            return
+        session.commit()
+        if not isinstance(event, WeightsPublished):
+            return
+        state, there = session.orchestrator.state, set(published_versions(session.weights))
+        steps = list(steps_to_redo(session.ledger, state.trainer.step))
+        samplers = {
+            segment.version
+            for step in steps
+            for sample in step.samples
+            for segment in sample.trajectory.segments
+        }
+        self.redone.append(len(steps))
+        self.missing |= samplers - there
+        self.unleased |= there - state.versions.live.keys()
+
+
+def committed(plan: Any) -> tuple[Committer, list[int]]:
+    """A run with a commit at every event; the versions that it left."""
+    seen = Committer()
+    while True:
+        with Session(plan, listeners=[seen]) as session:
+            runtime = InlineRuntime(session)
+            seen.session = session
+            ending = runtime.run()
+            seen.session = None
+            session.close(ending, 1.0)
+        if not ending.paused:
+            assert ending.ok, ending
+            return seen, published_versions(session.weights)
+        plan = replace(plan, resumed=True)
+
+
+@pytest.mark.parametrize("paradigm", ["sync", "in_flight"])
+def test_what_sampled_a_step_stays_until_a_checkpoint_has_it(
+    paradigm: str, model: Path, tmp_path: Path
+) -> None:
+    sections: dict[str, dict[str, Any]] = {
+        "orchestration": {"paradigm": paradigm},
+        "rollout": {"slots": 6, "max_tokens": 60, "stop": ["a"]},
+        "run": {"steps": 7, "checkpoint_every": 5},
+    }
+    seen, left = committed(plan_of(model, tmp_path / "run", **sections, **RECOMPUTE))
+    assert max(seen.redone) == 5
+    assert not seen.missing
+    assert seen.unleased  # else no version would have gone too early, and this shows nothing
+    idle, left_by_other = committed(plan_of(model, tmp_path / "other", **sections))
+    assert idle.missing and not idle.unleased  # nothing stays that nobody will load
+    assert left == left_by_other
+
+
+def test_a_run_that_does_not_last_ends_all_the_same(model: Path, tmp_path: Path) -> None:
+    """It has nothing to go on from, neither at its checkpoints nor when it was stopped."""
+    settings = {"steps": 3, "checkpoint_every": 1, "durable": False}
+    ended = run(model, tmp_path / "run", run=settings)
+    assert_sound(ended)
+    assert len(ended.steps) == 3
+    stopped(plan_of(model, tmp_path / "stopped", run=settings), published(1))
+    with pytest.raises(UserError, match=r"nothing to resume in .*: run\.durable is off"):
+        resume(tmp_path / "stopped", prompts=PROMPTS)
+
+
 # Refusals
 
 
@@ -201,6 +295,16 @@ def cut(file: Path, count: int = 7) -> None:
     file.write_bytes(file.read_bytes()[:-count])
 
 
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 1
+    file.write_bytes(data)
+
+
+def newest_version(run: Path) -> Path:
+    return max((run / "weights").glob("version-*"))
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no ledger": (lambda out: (out / LEDGER).unlink(), LEDGER),
     "not a run": (lambda out: (out / "config.toml").unlink(), "not a run"),
@@ -209,6 +313,16 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "cut checkpoint": (
         lambda out: cut(next((out / "checkpoints/step-2/trainer").rglob("model.safetensors"))),
         "step-2",
+    ),
+    "no version": (lambda out: shutil.rmtree(newest_version(out)), "version-"),
+    "cut manifest": (lambda out: cut(newest_version(out) / "manifest.json"), "manifest.json"),
+    "altered version": (
+        lambda out: flip(newest_version(out) / "model.safetensors"),
+        "model.safetensors",
+    ),
+    "no key of ours": (
+        lambda out: edit(out / "config.toml", "weight_decay", "weight_deCay"),
+        "config.toml",
     ),
     "no journal": (lambda out: (out / "journal.jsonl").unlink(), "journal.jsonl"),
     "cut journal": (lambda out: cut(out / "journal.jsonl", 500), "journal.jsonl"),
@@ -282,6 +396,23 @@ def test_other_prompts_are_refused_unless_accepted(left: Path, tmp_path: Path) -
     with pytest.raises(UserError, match="`seed`"):
         resume(out, prompts=others, accept_changed=["seed"])
     assert_sound(execute(resume(out, prompts=others, accept_changed=["prompts"])))
+
+
+def test_a_setting_of_a_newer_version_is_no_change_unless_it_is_used(
+    left: Path, tmp_path: Path
+) -> None:
+    """An older one neither wrote it into the configuration, nor into the ledger."""
+    out = tmp_path / "run"
+    shutil.copytree(left, out)
+    with Ledger.open(out / LEDGER) as ledger:
+        facts = copy.deepcopy(ledger.facts)
+        del facts["config"]["task"]["writable"]
+        ledger.set_facts(facts)
+    edit(out / "config.toml", "writable = []\n", f"writable = [{str(tmp_path)!r}]\n")
+    with pytest.raises(UserError, match=r"task\.writable: was `nothing`, is"):
+        resume(out, prompts=PROMPTS)
+    edit(out / "config.toml", f"writable = [{str(tmp_path)!r}]\n", "")
+    assert_sound(go_on(out))
 
 
 def test_a_run_that_has_ended_has_nothing_to_resume(model: Path, tmp_path: Path) -> None:

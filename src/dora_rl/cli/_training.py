@@ -94,6 +94,7 @@ class _Follower(Listener):
         config = plan.config
         settings = config.settings()
         self._placements = Placements()
+        self.tell: Callable[[str], object] = lambda line: None
         self.status = Status(
             title=f"{_model_name(config)} · {config.algorithm.preset} · {_paradigm(config)}",
             steps=config.run.steps,
@@ -108,6 +109,9 @@ class _Follower(Listener):
     def observed(self, now: float, event: Event, commands: Sequence[Command]) -> None:
         self._placements.observe(now, event, commands)
         self.status.observe(now, event, commands)
+
+    def replaced(self, now: float, why: str) -> None:
+        self.tell(f"{why}; it is replaced")
 
     def used(self, now: float, instance: InstanceId, used: ms.Used) -> None:
         self.status.used(now, instance, used.tokens)
@@ -135,7 +139,7 @@ def carry_out(plan: Plan, *, as_json: bool, plain: bool) -> int:
             click.echo("stopping: the step is finished, then all is saved", err=True)
 
     try:
-        with _shown(follower.status, stream, say, lines=lines) as (step, evaluation):
+        with _shown(follower, stream, say, lines=lines) as (step, evaluation):
             run = execute(
                 plan,
                 watch=[step],
@@ -173,9 +177,10 @@ def _how_to_resume(plan: Plan) -> str:
 
 @contextmanager
 def _shown(
-    status: Status, stream: TextIO, say: Callable[[str], object], *, lines: bool
+    follower: _Follower, stream: TextIO, say: Callable[[str], object], *, lines: bool
 ) -> Iterator[tuple[Watcher, EvalWatcher]]:
     """The display on a terminal; else a line for each step. Gives who is to be told."""
+    status = follower.status
 
     def evaluated(record: EvalRecord) -> None:
         status.evaluated(record.version, record.reward_mean)
@@ -188,11 +193,13 @@ def _shown(
             say(step_line(record, status))
 
     if lines:
+        follower.tell = say
         yield stepped, evaluated
         return
     from rich.console import Console
 
-    with LiveDisplay(status, Console(file=stream)):
+    with LiveDisplay(status, Console(file=stream)) as display:
+        follower.tell = display.say
         yield stepped, evaluated
 
 
@@ -225,6 +232,8 @@ def introduction(plan: Plan) -> list[str]:
         "runtime": f"{config.runtime.kind}: rollout {count}; {where}",
         "run": f"{plan.out}, {until}",
     }
+    if plan.task.gaps:
+        rows["rewards"] = f"not kept from them here: {'; '.join(plan.task.gaps)}"
     return [f"{name:<{_LABEL}}{value}" for name, value in rows.items()]
 
 

@@ -18,7 +18,8 @@ and checkpoints/step-N, each a Hugging Face model directory.
 
 \b
 Ctrl-C once finishes the step, saves, and says how to resume; twice ends at once. A run that was
-killed, or failed, is resumed alike: what was complete is not generated again.
+killed, or failed, is resumed alike: what was complete is not generated again. A run that gets
+short of memory (runtime.min_free_memory_mb) saves likewise, and fails.
 Exit code: 0 if the run ended well and kept its promises, 1 if not, 2 for bad input,
 130 when interrupted.
 

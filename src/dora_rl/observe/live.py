@@ -398,6 +398,11 @@ class LiveDisplay:
         self.refresh()
         self._live.stop()
 
+    def say(self, line: str) -> None:
+        """A line that stays, above the display."""
+        with self._drawing:
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
     def refresh(self) -> None:
         """Draw what is known now."""
         with self._drawing:

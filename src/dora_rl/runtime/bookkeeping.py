@@ -6,7 +6,7 @@ filtered, fails, or a checkpoint has the step that trained on it.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -64,7 +64,7 @@ class Bookkeeper(Listener):
         self._leases: dict[Version, tuple[str, ...]] = {}
         self._ends: dict[GroupId, _End] = {}
         self._batch: cm.Train | None = None
-        self._batches: dict[int, tuple[TrajectoryId, ...]] = {}  # trained, in no checkpoint yet
+        self._batches: dict[int, cm.Train] = {}  # trained, in no checkpoint yet
         self._prefixed: dict[TrajectoryId, int] = {}  # tokens of saved prefixes
         self._touched: set[TrajectoryId] = set()
         self._sweep = False
@@ -155,7 +155,7 @@ class Bookkeeper(Listener):
             return  # said again
         self._batch = None
         self._changes.batches.append(BatchRow(step, _TRAINED, _encode_batch(batch)))
-        self._batches[step] = tuple(t for group in batch.groups for t in group.trajectories)
+        self._batches[step] = batch
         for group in batch.groups:
             self._end_group(group.group, GroupState.TRAINED, None, step)
 
@@ -188,9 +188,21 @@ class Bookkeeper(Listener):
         """A checkpoint has all batches before this step: their trajectories may go."""
         self._changes.checkpoints.append(CheckpointRow(step, name))
         for done in [s for s in self._batches if s < step]:
-            for trajectory in self._batches.pop(done):
-                self._forget_payload(trajectory)
+            for group in self._batches.pop(done).groups:
+                for trajectory in group.trajectories:
+                    self._forget_payload(trajectory)
         self.pressing = True
+
+    @property
+    def samplers(self) -> Container[Version]:
+        """The versions that may have sampled what no checkpoint has, but for those with a lease."""
+        starts = {group.version for batch in self._batches.values() for group in batch.groups}
+        if self._state.paradigm.pins_version:
+            return starts
+        # A trajectory may have gone on with every version since, and leases none of them.
+        starts.update(group.version for group in self._state.ledger.groups.values())
+        newest = self._state.versions.newest
+        return range(min(starts, default=newest), newest + 1)
 
     def checkpoint_dropped(self, step: int) -> None:
         self._changes.dropped_checkpoints.append(step)
@@ -217,7 +229,7 @@ class Bookkeeper(Listener):
                 self._update(name, reward=item.reward)
         self.changes(_NOWHERE)
         self._batches = {
-            row.step: _members(row) for row in batches_to_redo(ledger) if row.state == _TRAINED
+            row.step: decode_batch(row) for row in batches_to_redo(ledger) if row.state == _TRAINED
         }
         for row in ledger.prefixes():
             prefix = decode_prefix(row.content)
@@ -337,10 +349,6 @@ def decode_batch(row: BatchRow) -> cm.Train:
 
 def _encode_batch(command: cm.Train) -> bytes:
     return json.dumps(encode_command(command), separators=(",", ":")).encode()
-
-
-def _members(row: BatchRow) -> tuple[TrajectoryId, ...]:
-    return tuple(name for group in decode_batch(row).groups for name in group.trajectories)
 
 
 decode_item = msgspec.msgpack.Decoder(Item).decode

@@ -84,6 +84,11 @@ class RuntimeSettings(ConfigModel):
     stop_timeout_s: float = Field(
         default=600.0, gt=0, description="for the last step and its checkpoint after Ctrl-C"
     )
+    min_free_memory_mb: int = Field(
+        default=256,
+        ge=0,
+        description="with less left, a local run saves and ends; 0: not watched",
+    )
     inline: LogicalTime = LogicalTime()
 
 

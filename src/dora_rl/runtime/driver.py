@@ -80,7 +80,7 @@ class _Placed:
     session: int | None = None  # its environment, by the ticket that opened it
     prompt: tuple[int, ...] = ()
     reward: float = 0.0  # of the turns so far
-    turn: int = 0
+    turns: int = 0  # that its environment has been told of
     room: int = 0  # tokens that it may still have
     answer: ms.Continue | ms.Conclude | None = None  # not taken in yet
 
@@ -231,6 +231,9 @@ class Driver:
         placed = self._placed.get(prefix.trajectory)
         if placed is None or placed.fence != prefix.fence:
             return
+        before = self._prefixes.get(prefix.trajectory)
+        if before is not None and before.fence == prefix.fence and _end(prefix) <= _end(before):
+            return  # said again: the core counts on what came since
         whole = self.keep_prefix(prefix)
         for listener in self.listeners:
             listener.saved(prefix, whole)
@@ -246,7 +249,8 @@ class Driver:
         match event:
             case ev.TrajectoryResumed():
                 placed = self._placed.get(event.trajectory)
-                if placed is not None and placed.fence == event.fence:
+                spoken = event.fence, event.turn  # said again, it speaks of an earlier answer
+                if placed is not None and (placed.fence, placed.turns) == spoken:
                     placed.answer = None
             case ev.MigrationCompleted():
                 self._moved(event)
@@ -278,6 +282,8 @@ class Driver:
             case ms.TrainingFailed():
                 self.post(ev.BatchFailed(message.step, message.reason))
             case ms.Published():
+                if message.version <= self._orchestrator.state.versions.newest:
+                    return  # said again: it must not be saved, or evaluated, anew
                 for listener in self.listeners:
                     listener.published(now, message)
                 self.post(ev.WeightsPublished(message.version, message.digest))
@@ -460,19 +466,21 @@ class Driver:
         placed = self._placed.get(message.trajectory)
         if placed is None or placed.fence != message.fence or placed.session is None:
             return
-        placed.turn, placed.room = message.turn, message.room
+        if message.turn < placed.turns:
+            return  # said again: an environment must not take a step twice
+        placed.turns, placed.room = message.turn + 1, message.room
         self._outside.step_episode(placed.session, self._task.encoder.decode(message.tokens))
 
     def _answer(self, name: TrajectoryId, placed: _Placed, reply: EnvReply) -> None:
         tokens: tuple[int, ...] = ()
-        over = reply.done or placed.turn + 1 >= self._task.settings.max_turns
+        over = reply.done or placed.turns >= self._task.settings.max_turns
         if not over:
             tokens = tuple(self._task.encoder.observation(str(reply.observation or "")))
             over = not tokens or len(tokens) >= placed.room
         placed.answer = (
             ms.Conclude(name, placed.fence)
             if over
-            else ms.Continue(name, placed.fence, placed.turn, tokens)
+            else ms.Continue(name, placed.fence, placed.turns - 1, tokens)
         )
         self._outside.to_rollout(placed.instance, placed.answer)
 
@@ -535,3 +543,8 @@ class Driver:
 
     def _file(self, migration: MigrationId) -> Path:
         return self._exchange / f"migration-{migration}"
+
+
+def _end(prefix: ms.Prefix) -> int:
+    """Its length with all that was written before it."""
+    return prefix.start + len(prefix.tokens)

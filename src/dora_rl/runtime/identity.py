@@ -39,15 +39,20 @@ def check_same(
     run: Path,
     before: Mapping[str, Any],
     now: Mapping[str, Any],
+    given: Mapping[str, Any],
     accepted: Collection[str] = (),
 ) -> None:
-    """Refuse to go on as another run, and say in what it would be another one."""
+    """Refuse to go on as another run, and say in what it would be another one.
+
+    `given` is what its configuration says: a key that is neither there nor in `before` is one that
+    an older dora-rl did not know, and is as if it was not there.
+    """
     for name in accepted:
         if name not in ACCEPTABLE:
             raise UserError(
                 f"cannot be accepted as changed: `{name}`. Name one of {', '.join(ACCEPTABLE)}."
             )
-    settings = list(_differences(before["config"], now["config"]))
+    settings = list(_differences(before["config"], now["config"], given))
     parts = [
         name
         for name, value in now["parts"].items()
@@ -71,13 +76,13 @@ def check_same(
 
 
 def _differences(
-    before: Mapping[str, Any], now: Mapping[str, Any], place: str = ""
+    before: Mapping[str, Any], now: Mapping[str, Any], given: Mapping[str, Any], place: str = ""
 ) -> Iterator[tuple[str, Any, Any]]:
     for key in {**before, **now}:
         old, new = before.get(key, _ABSENT), now.get(key, _ABSENT)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
-            yield from _differences(old, new, f"{place}{key}.")
-        elif old != new:
+            yield from _differences(old, new, given.get(key, {}), f"{place}{key}.")
+        elif old != new and (key in before or key in given):
             yield f"{place}{key}", old, new
 
 

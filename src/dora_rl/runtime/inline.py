@@ -126,9 +126,10 @@ class InlineRuntime(Runtime):
 
     def _deliver(self, argument: tuple[InstanceId, ms.ToRollout]) -> None:
         name, message = argument
-        instance = self._instances[name]
-        instance.handle(message)
-        self._collect(instance)
+        instance = self._instances.get(name)
+        if instance is not None:  # else the last life had more of them
+            instance.handle(message)
+            self._collect(instance)
 
     def to_every_rollout(self, message: ms.ToRollout) -> None:
         for name in self._instances:

@@ -28,6 +28,9 @@ class Listener:
     def published(self, now: float, report: ms.Published) -> None:
         """A version is complete in the store."""
 
+    def replaced(self, now: float, why: str) -> None:
+        """A part has died or hung, and another takes its place."""
+
     def kept(self, item: Item) -> None:
         """A whole trajectory was taken, or has got its reward."""
 

@@ -37,12 +37,14 @@ class Saver(Listener):
     ) -> None:
         """With `anew`, the run is done at every checkpoint, to be resumed at once."""
         self._driver = driver
-        self._anew = anew
+        self._anew = anew and session.config.run.durable  # else there is nothing to resume
         self._session = session
         self._outside = outside
         self._phase = _Phase.RUNNING
         self._awaited: set[int] = set()
         self._interrupted = False
+        self._because: str | None = None  # it had to stop, though nobody asked for it
+        self._asked_for: Path | None = None  # what the trainer is saving
         self._version = max(0, session.orchestrator.state.versions.newest)
 
     @property
@@ -58,7 +60,10 @@ class Saver(Listener):
         if halted is not None:
             return Ending(halted.ok, halted.reason)
         if self._interrupted:
-            return Ending(True, f"stopped after {self._version} steps", interrupted=True)
+            said = f"stopped after {self._version} steps"
+            if self._because is not None:
+                return Ending(False, f"{said}, all is saved: {self._because}")
+            return Ending(True, said, interrupted=True)
         return Ending(True, f"checkpoint at step {self._version}", paused=True)
 
     # What happens
@@ -79,13 +84,14 @@ class Saver(Listener):
             elif self._phase is _Phase.RUNNING:
                 self._save()
 
-    def stop(self, instances: Sequence[int]) -> None:
-        """The user asks to stop; `instances` are those that run."""
+    def stop(self, instances: Sequence[int], because: str | None = None) -> None:
+        """The user asks to stop, or it must be for a cause; `instances` are those that run."""
         if self._phase is not _Phase.RUNNING:
             return
         self._phase = _Phase.ASKED
         self._awaited = set(instances)
         self._interrupted = True
+        self._because = because
         if self._session.orchestrator.state.trainer.phase is TrainerPhase.IDLE:
             self._hold()
 
@@ -111,6 +117,8 @@ class Saver(Listener):
     def from_trainer(self, message: ms.FromTrainer) -> None:
         if not isinstance(message, ms.Saved):
             return
+        if Path(message.directory) == self._asked_for:
+            self._asked_for = None
         if message.failure is not None:
             raise RunFailed(f"no checkpoint in `{message.directory}`: {message.failure}")
         self._session.checkpointed(Path(message.directory))
@@ -119,6 +127,7 @@ class Saver(Listener):
 
     def trainer_lost(self) -> None:
         """Whatever it was saving is not saved."""
+        self._asked_for = None
         if self._phase is _Phase.SAVING:
             self._save()
 
@@ -148,5 +157,8 @@ class Saver(Listener):
         if self._directory.exists():  # this step was saved before
             self.from_trainer(ms.Saved(str(self._directory)))
             return
+        if self._asked_for == self._directory:  # the last step is one of those to be saved
+            return
+        self._asked_for = self._directory
         self._session.checkpoints.mkdir(exist_ok=True)
         self._outside.to_trainer(ms.Save(str(self._directory)))

@@ -7,12 +7,10 @@ first file is written.
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TextIO
 
 import msgspec
@@ -30,32 +28,17 @@ from dora_rl.observe.placements import Placements
 from dora_rl.observe.timeline import Timeline
 from dora_rl.observe.trace import TraceFile
 from dora_rl.runtime import evaluation
-from dora_rl.runtime.bookkeeping import PUBLISHED, Bookkeeper, last_checkpoint
+from dora_rl.runtime.bookkeeping import Bookkeeper
 from dora_rl.runtime.config import RunConfig
-from dora_rl.runtime.errors import RunFailed
+from dora_rl.runtime.durability import Durability
 from dora_rl.runtime.evaluation import EvalRecord, EvalWatcher, Examiner
 from dora_rl.runtime.identity import identity
 from dora_rl.runtime.listening import Listener
 from dora_rl.runtime.recording import Recorder, StepRecord, Watcher, read_records, records_before
 from dora_rl.runtime.rereading import read_journal_again
-from dora_rl.store.ledger import Ledger, LedgerError, Position
-from dora_rl.store.rundir import (
-    JOURNAL,
-    LEDGER,
-    METRICS_OF_STEPS,
-    TRACE,
-    RunDirectory,
-    checkpoints_in,
-    step_of,
-)
+from dora_rl.store.ledger import Ledger, Position
+from dora_rl.store.rundir import JOURNAL, LEDGER, METRICS_OF_STEPS, TRACE, RunDirectory
 from dora_rl.tasks.task import Task
-from dora_rl.weights.versions import (
-    DELETED,
-    PUBLISHING,
-    delete_version,
-    published_versions,
-    sweep,
-)
 
 _SPARE_JOURNAL = f".{JOURNAL}.resuming"
 _SPARE_TRACE = f".{TRACE}.resuming"
@@ -134,15 +117,15 @@ class Session:
             _Observer(self.audit.observe),
             _Observer(self.collector.observe),
             self.books,
+            _Observer(self._tell_gaps),
             *listeners,
         ]
         self.halted: Halt | None = None
         """How a resumed run was halted already: only what follows a halt is left to do."""
         self.directory: RunDirectory
         self.ledger: Ledger
-        self._taken = not plan.resumed  # the run's files are ours to change
-        self._committed_at = 0.0
-        self._deletions: list[Version] = []
+        self._durability: Durability
+        self._told_gaps = False
         self._stack = ExitStack()
         self._metrics: TextIO | None = None
         self._journal: TextIO
@@ -154,7 +137,7 @@ class Session:
             else:
                 self._open()
         except BaseException:
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise
         return self
 
@@ -163,19 +146,32 @@ class Session:
         self._open_files(JOURNAL)
         self.directory.write_config(dump_toml(self.config, hide_secrets=True))
         facts = identity(self.config, self.plan.task, self.plan.model)
-        if not self.config.run.durable:
+        if not self.config.run.durable:  # an empty ledger: there is no other life than this
             facts["ended"] = "run.durable is off"
-        self.ledger = self._stack.enter_context(Ledger.create(self.plan.out / LEDGER, facts))
+        self._keep(Ledger.create(self.plan.out / LEDGER, facts))
 
     def _open_again(self) -> None:
         """A resumed run writes its journal again, and only then replaces the old one."""
         self.directory = RunDirectory(self.plan.out)
-        self.ledger = self._stack.enter_context(Ledger.open(self.plan.out / LEDGER))
+        self._keep(Ledger.open(self.plan.out / LEDGER))
+        self._durability.check_versions()
         self._open_files(_SPARE_JOURNAL)
         self.halted = read_journal_again(
             self.plan.out, self.ledger.position, self.orchestrator, self.listeners
         )
         self.books.recall(self.ledger)
+
+    def _keep(self, ledger: Ledger) -> None:
+        self.ledger = self._stack.enter_context(ledger)
+        self._durability = Durability(
+            self.config,
+            ledger,
+            self.books,
+            self._sync,
+            weights=self.weights,
+            checkpoints=self.checkpoints,
+            ours=not self.plan.resumed,
+        )
 
     def _open_files(self, journal: str) -> None:
         again = self.plan.resumed
@@ -198,27 +194,13 @@ class Session:
         os.fsync(self._journal.fileno())
         self.directory.rename(_SPARE_JOURNAL, JOURNAL)
         self.directory.rename(_SPARE_TRACE, TRACE)
-        self._drop_what_did_not_happen()
-        self._open_metrics()
-        self._taken = True
-        self.commit()
-
-    def _drop_what_did_not_happen(self) -> None:
-        """Versions, checkpoints and metrics of steps that were lost with the last life."""
-        if self.weights.is_dir():
-            sweep(self.weights, PUBLISHING, DELETED)  # nobody else is at work here
-        kept = {row.version for row in self.ledger.versions() if row.state == PUBLISHED}
-        for version in published_versions(self.weights):
-            if version not in kept:
-                delete_version(self.weights, version)
-        newest = self.orchestrator.state.versions.newest
-        for step, path in checkpoints_in(self.checkpoints):
-            if step > newest:
-                shutil.rmtree(path)
-        metrics = records_before(
-            self.plan.out / METRICS_OF_STEPS, self.orchestrator.state.trainer.step
-        )
+        state = self.orchestrator.state
+        self._durability.drop_what_did_not_happen(state.versions.newest)
+        metrics = records_before(self.plan.out / METRICS_OF_STEPS, state.trainer.step)
         self.directory.write_bytes(METRICS_OF_STEPS, metrics)
+        self._open_metrics()
+        self._durability.ours = True
+        self.commit()
 
     def _start_timeline(self) -> None:
         name = _SPARE_TRACE if self.plan.resumed else TRACE
@@ -229,12 +211,7 @@ class Session:
         self._stack.callback(timeline.end)
         self.listeners += [_Observer(placements.observe), _Observer(timeline.observe)]
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         shutil.rmtree(self.exchange, ignore_errors=True)
         self._stack.close()
         for name in (_SPARE_JOURNAL, _SPARE_TRACE):  # of a resume that came to nothing
@@ -254,12 +231,6 @@ class Session:
     def checkpoints(self) -> Path:
         return self.plan.out / "checkpoints"
 
-    @property
-    def last_checkpoint(self) -> Path | None:
-        """Where a trainer begins: the last checkpoint that the ledger has."""
-        row = last_checkpoint(self.ledger)
-        return None if row is None else self.checkpoints / row.name
-
     def judge(self, rewards: Sequence[float]) -> str | None:
         return judge(self.config.algorithm, rewards)
 
@@ -268,58 +239,34 @@ class Session:
         if self._metrics is not None:
             self._metrics.flush()
 
-    # What is durable
+    # What is durable: see `Durability`
 
-    def commit(self) -> None:
-        """All that has happened, on the disk: the journal first, then the ledger vouches for it."""
-        if not self._taken or self.books.failed:
-            return
+    def _sync(self) -> Position:
+        """The journal as far as it is written, on the disk if the run is to last."""
         self.flush()
-        written = self._writer.written
-        now = self.orchestrator.state.now
-        position = Position(written.records, written.bytes, now, written.sha256)
-        changes = self.books.changes(position)
         if self.config.run.durable:
             os.fsync(self._journal.fileno())
-            try:
-                self.ledger.commit(changes)
-            except LedgerError as error:
-                self.books.failed = True
-                raise RunFailed(str(error)) from error
-        self._committed_at = time.monotonic()
-        # What the ledger still leased until now may go.
-        deletions, self._deletions = self._deletions, []
-        for version in deletions:
-            delete_version(self.weights, version)
+        written, now = self._writer.written, self.orchestrator.state.now
+        return Position(written.records, written.bytes, now, written.sha256)
+
+    def commit(self) -> None:
+        self._durability.commit()
 
     def commit_if_due(self) -> None:
-        """Not before the last commit is a while ago, unless it presses."""
-        due = self._committed_at + self.config.run.commit_every_s
-        if self.books.pressing or (self.books.dirty and time.monotonic() >= due):
-            self.commit()
+        self._durability.commit_if_due()
 
     def commit_in_s(self) -> float | None:
-        """When the next commit is due, if one is."""
-        if not self.books.dirty:
-            return None
-        due = self._committed_at + self.config.run.commit_every_s
-        return max(0.0, due - time.monotonic())
+        return self._durability.commit_in_s()
 
     def delete(self, version: Version) -> None:
-        """Delete a version with the next commit: until then, a resume would need it."""
-        self._deletions.append(version)
+        self._durability.delete(version)
 
     def checkpointed(self, directory: Path) -> None:
-        """A checkpoint is whole: commit it, and only then let go of older ones."""
-        step = step_of(directory)
-        assert step is not None
-        self.books.checkpointed(step, directory.name)
-        old = checkpoints_in(self.checkpoints)[: -self.config.run.keep_checkpoints]
-        for dropped, _ in old:
-            self.books.checkpoint_dropped(dropped)
-        self.commit()
-        for _, path in old:
-            shutil.rmtree(path)
+        self._durability.checkpointed(directory)
+
+    @property
+    def last_checkpoint(self) -> Path | None:
+        return self._durability.last_checkpoint
 
     def close(self, ending: Ending, wall_s: float) -> tuple[Summary, AuditReport]:
         """End the books: the journal's last line, and what the run came to."""
@@ -327,8 +274,9 @@ class Session:
         self.flush()
         report = self.audit.report()
         summary = self.collector.summary(report, ok=ending.ok, end=ending.reason, wall_s=wall_s)
+        # Before the ledger says that it has ended, for nobody comes back to a run that has.
         shutil.rmtree(self.exchange, ignore_errors=True)
-        if self._taken:
+        if self._durability.ours:
             self.directory.write_metrics({**summary.to_json(), "wall_s": wall_s})
             if ending.ok and not ending.interrupted and not ending.paused:
                 self.ledger.set_facts({**self.ledger.facts, "ended": ending.reason})
@@ -353,6 +301,15 @@ class Session:
         """The newest version that has been evaluated in an earlier life, or -1."""
         records = read_records(self.plan.out / METRICS_OF_STEPS)
         return max((r.version for r in records if isinstance(r, EvalRecord)), default=-1)
+
+    def _tell_gaps(self, now: float, event: Event, commands: Sequence[Command]) -> None:
+        """Once, where the logs are, what the workers are not kept from; they run by then."""
+        gaps = self.plan.task.gaps
+        if gaps and not self._told_gaps and self._durability.ours:
+            self._told_gaps = True
+            logs = self.plan.out / "logs"
+            logs.mkdir(exist_ok=True)
+            (logs / "rewards.log").write_text(f"not kept from them here: {'; '.join(gaps)}\n")
 
     def _write_record(self, record: StepRecord | EvalRecord) -> None:
         assert self._metrics is not None, "nothing is trained before the run's files are ours"

@@ -26,6 +26,7 @@ from dora_rl.runtime.errors import RunFailed
 from dora_rl.runtime.evaluation import EvalRecord, EvalWatcher
 from dora_rl.runtime.identity import check_same, identity
 from dora_rl.runtime.listening import Listener
+from dora_rl.runtime.memory import Watch
 from dora_rl.runtime.recording import StepRecord, Watcher, read_records
 from dora_rl.runtime.session import Ending, Plan, Session
 from dora_rl.store.ledger import Ledger
@@ -117,10 +118,24 @@ def resume(
         facts = ledger.facts
     if "ended" in facts:
         raise UserError(f"nothing to resume in `{run}`: {facts['ended']}. Start a new run.")
-    config = _config_of(run, secrets)
-    plan = prepare(config, prompts=prompts, reward=reward, **more)
-    check_same(run, facts, identity(config, plan.task, plan.model), accept_changed)
+    with _named(run / CONFIG):
+        config = _config_of(run, secrets)
+        plan = prepare(config, prompts=prompts, reward=reward, **more)
+        now = identity(config, plan.task, plan.model)
+        given = config.model_dump(mode="json", exclude_unset=True)
+        check_same(run, facts, now, given, accept_changed)
     return replace(plan, out=run, resumed=True)
+
+
+@contextmanager
+def _named(config: Path) -> Iterator[None]:
+    """Whoever resumes a run named no configuration: errors say which one was read."""
+    try:
+        yield
+    except UserError as error:
+        if str(config) in str(error):
+            raise
+        raise UserError(f"{error} The run's configuration is `{config}`.") from error
 
 
 def _config_of(run: Path, secrets: Sequence[str]) -> RunConfig:
@@ -165,6 +180,9 @@ def execute(
 
     `stopping` is called, from the signal's handler, when the user asks the run to stop.
     """
+    if plan.config.runtime.kind == "local":
+        memory = Watch(plan.config.runtime.min_free_memory_mb)
+        memory.check(plan.out / CONFIG if plan.resumed else None)
     while True:
         begin = time.perf_counter()
         with (

@@ -6,7 +6,6 @@
 A version appears by one rename, after all of it is on the disk, and disappears by one.
 """
 
-import hashlib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +22,7 @@ from dora_rl.weights.tensors import digests, ready, weights_digest
 from dora_rl.weights.versions import (
     DELETED,
     PUBLISHING,
+    check_files,
     delete_version,
     hidden,
     path_of,
@@ -65,17 +65,8 @@ class WeightStore:
 
     def verify(self, version: Version) -> Manifest:
         """Check all that `load` checks, and the sha256 of each whole file."""
-        manifest = self.load(version).manifest
-        for name, entry in manifest.files.items():
-            path = self.path(version) / name
-            data = disk.map_file(path)
-            found = hashlib.sha256(data or b"").hexdigest()
-            if found != entry.sha256:
-                raise WeightsError(
-                    f"`{path}` has the sha256 `{found}`, the manifest has `{entry.sha256}`. "
-                    "Publish this version again."
-                )
-        return manifest
+        self.load(version)
+        return check_files(self.path(version))
 
     def publish(
         self,

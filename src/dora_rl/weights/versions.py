@@ -1,17 +1,18 @@
-"""The directory of versions as names alone: where one is, and how one goes. Free of torch.
+"""The directory of versions as files: where one is, whether it is whole, how it goes. No torch.
 
 version-00000007/   manifest.json and safetensors files, never changed
 .publishing-…       a publication that is under way, or whose process died
 .deleted-…          a version that is being deleted
 """
 
+import hashlib
 import secrets
 from pathlib import Path
 
 from dora_rl.core.types import Version
 from dora_rl.weights import checks, disk
 from dora_rl.weights.errors import WeightsError
-from dora_rl.weights.manifest import directory_name, version_of
+from dora_rl.weights.manifest import Manifest, directory_name, read_manifest, version_of
 
 PUBLISHING = ".publishing-"
 DELETED = ".deleted-"
@@ -26,6 +27,19 @@ def published_versions(root: Path) -> list[Version]:
     """The versions that are complete in a store, in order."""
     found = disk.names(root) if disk.exists(root) else []
     return sorted(v for v in map(version_of, found) if v is not None)
+
+
+def check_files(directory: Path) -> Manifest:
+    """Refuse a version one of whose files is not, to the byte, what its manifest says."""
+    manifest = read_manifest(directory)
+    for name, entry in manifest.files.items():
+        found = hashlib.sha256(disk.map_file(directory / name) or b"").hexdigest()
+        if found != entry.sha256:
+            raise WeightsError(
+                f"`{directory / name}` has the sha256 `{found}`, the manifest has "
+                f"`{entry.sha256}`. Publish this version again."
+            )
+    return manifest
 
 
 def delete_version(root: Path, version: Version) -> None:

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,6 +22,7 @@ class PartProcess:
     def __init__(self, name: str, setup: ms.Setup, log: Path) -> None:
         self.name = name
         self._log = log
+        self._killed = False  # by us
         ours, theirs = socket.socketpair()
         with theirs, open(log, "ab") as output:
             self._process = subprocess.Popen(
@@ -41,14 +43,20 @@ class PartProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def death(self) -> str:
-        """What it died of, in one line; waits for the death."""
+    def death(self, blame: Callable[[], str | None] = lambda: None) -> str:
+        """What it died of, in one line; waits for the death.
+
+        `blame` is asked who has sent a SIGKILL that was not ours.
+        """
         try:
             code = self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
             self.kill()
             code = self._process.wait()
         how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+        by = blame() if code == -signal.SIGKILL and not self._killed else None
+        if by is not None:
+            return f"{self.name} ended with {how}, {by}"
         words = self._last_words()
         return f"{self.name} ended with {how}{f': {words}' if words else ''}"
 
@@ -61,6 +69,7 @@ class PartProcess:
 
     def kill(self) -> None:
         """End it at once, with whatever it has started."""
+        self._killed = True
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 

@@ -2,7 +2,7 @@
 
 It takes no decision about the run. A part that dies or hangs is replaced: a rollout process goes
 on with the prefixes that it saved, a trainer from the last checkpoint with the steps since. Every
-wait has an end that names the culprit.
+wait has an end that names the culprit. A run that is short of memory is stopped, to be resumed.
 """
 
 import os
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dora_rl.core.errors import UserError
+from dora_rl.core.events import InstanceProgressed
 from dora_rl.core.types import InstanceId
 from dora_rl.runtime import messages as ms
 from dora_rl.runtime.base import Runtime
@@ -20,13 +21,16 @@ from dora_rl.runtime.errors import RunFailed
 from dora_rl.runtime.evaluation import EVALUATOR
 from dora_rl.runtime.local.channel import Gone
 from dora_rl.runtime.local.processes import PartProcess
+from dora_rl.runtime.memory import Watch, remedy
 from dora_rl.runtime.resuming import steps_to_redo
 from dora_rl.runtime.session import Ending, Session
+from dora_rl.store.rundir import CONFIG
 from dora_rl.tasks.workers.scores import ScoreJob
 
 _LONGEST_WAIT_S = 0.5  # so that an interrupt is noticed soon
 _FEWEST_S = 5.0  # an instance that dies sooner than this after its start did not serve
 _MOST_RESTARTS = 3  # in a row, of an instance that never served
+_MOST_OOM_KILLS = 1  # of parts; one may be chance, and more would lose the same work over and over
 
 
 @dataclass(slots=True)
@@ -37,15 +41,19 @@ class _Instance:
     process: PartProcess
     incarnation: int = 0
     joined: bool = False
+    served: bool = False  # a trajectory has got longer there
     started_at: float = 0.0
     failures: int = 0  # starts in a row that came to nothing
+    expelled: str | None = None  # why the core wants no more of it
 
 
 class LocalRuntime(Runtime):
     """Carries a session's messages between processes."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, memory: Watch | None = None) -> None:
         super().__init__(session)
+        self._memory = memory or Watch(self._config.runtime.min_free_memory_mb)
+        self._short: str | None = None  # of memory
         self._selector = selectors.DefaultSelector()
         self._instances: dict[InstanceId, _Instance] = {}
         self._trainer: PartProcess | None = None
@@ -56,7 +64,8 @@ class LocalRuntime(Runtime):
         self._stop_by: float | None = None
         self._trainer_ready = False
         self._trainer_served = False  # one was ready, once
-        self._trainer_asked = 0  # messages that it has not answered
+        self._trainer_asked: set[tuple[str, int] | None] = set()  # not answered yet
+        self._saves_asked: set[str] = set()
         self._trainer_heard_at = 0.0
         self._trainer_hung: str | None = None
         self._trainer_failures = 0  # deaths since a step was taken
@@ -105,6 +114,9 @@ class LocalRuntime(Runtime):
         if self.driver.halted is not None:
             self._saver.halted()
         self._session.commit_if_due()
+        short = self._memory.short(self.now())
+        if short is not None:
+            self._stop_short(short)
         self._check_waits()
 
     def _wait_s(self) -> float:
@@ -119,7 +131,8 @@ class LocalRuntime(Runtime):
 
     def _check_waits(self) -> None:
         if self._asked_to_stop and not self._saver.stopping:
-            self._saver.stop([i.name for i in self._instances.values() if i.joined])
+            joined = [i.name for i in self._instances.values() if i.joined]
+            self._saver.stop(joined, self._short)
         if self._saver.stopping and self._stop_by is None:
             self._stop_by = self.now() + self._config.runtime.stop_timeout_s
         if not self._saver.done and self._stop_by is not None and self.now() > self._stop_by:
@@ -145,6 +158,22 @@ class LocalRuntime(Runtime):
             self._trainer_hung = f"the trainer showed no progress for {limit:.0f} s"
             self._trainer.kill()  # its death is handled like any other
 
+    # Memory
+
+    def _stop_short(self, why: str) -> None:
+        """Stop for want of memory, unless the run stops already."""
+        if not self._asked_to_stop:
+            self._short = f"{why}. {remedy(self._session.plan.out / CONFIG)}"
+            self.stop()
+
+    def _killed_short(self, why: str) -> None:
+        """The kernel has killed a part, which is replaced, so that the step can be finished."""
+        if self._memory.deaths <= _MOST_OOM_KILLS or not self._memory.bound_mb:
+            return
+        if self._asked_to_stop:
+            raise RunFailed(f"{why}. {remedy(self._session.plan.out / CONFIG)}")
+        self._stop_short(why)
+
     # Processes
 
     def _setup(self, role: Literal["rollout", "trainer"], threads: int, **more: Any) -> ms.Setup:
@@ -163,7 +192,7 @@ class LocalRuntime(Runtime):
         """From the last checkpoint on, through the steps that were trained since."""
         self._trainer_ready = False
         self._trainer_heard_at = self.now()
-        self._trainer_asked = 1  # to be ready
+        self._trainer_asked = {_question(ms.TrainerReady())}
         checkpoint = self._session.last_checkpoint
         setup = self._setup(
             "trainer",
@@ -216,6 +245,7 @@ class LocalRuntime(Runtime):
         for instance in self._instances.values():
             if instance.process is process:
                 instance.joined = True
+                instance.served = instance.served or _shows_work(message)
                 self._from_rollout(instance.name, message)
                 return
 
@@ -226,12 +256,15 @@ class LocalRuntime(Runtime):
                 return
             case ms.TrainerReady():
                 self._trainer_ready = self._trainer_served = True
+            case ms.Saved():
+                if message.directory not in self._saves_asked:
+                    return  # said again: a later one may have taken its place by now
+                self._saves_asked.remove(message.directory)
             case ms.Redone() if message.failure is not None:
                 raise RunFailed(f"step {message.step} could not be taken again: {message.failure}")
             case ms.Trained() | ms.Rejected():
                 self._trainer_failures = 0
-        if not isinstance(message, ms.Saved):
-            self._trainer_asked -= 1
+        self._trainer_asked.discard(_question(message))  # it may be said again
         self._from_trainer(message)
 
     def _replace_trainer(self, why: str) -> None:
@@ -244,6 +277,7 @@ class LocalRuntime(Runtime):
             self.driver.reject_batch(why)
             if self.driver.halted is not None:
                 return
+        self._tell_replaced(why)
         self._session.commit()
         self._start_trainer()
         self.driver.ask_trainer_again()
@@ -252,8 +286,11 @@ class LocalRuntime(Runtime):
     def _died(self, process: PartProcess) -> None:
         self._selector.unregister(process.channel.socket)
         process.channel.close()
-        why = process.death()
+        deaths = self._memory.deaths
+        why = process.death(self._memory.blame)
         process.kill()
+        if self._memory.deaths > deaths:
+            self._killed_short(why)
         if process is self._trainer:
             self._replace_trainer(self._trainer_hung or why)
             self._trainer_hung = None
@@ -264,12 +301,22 @@ class LocalRuntime(Runtime):
             self._examiner.lost()
             return
         instance = next(i for i in self._instances.values() if i.process is process)
-        failures = 0 if self.now() - instance.started_at > _FEWEST_S else instance.failures + 1
+        if instance.expelled:
+            why = f"{instance.process.name} was given up: {instance.expelled.rstrip('.')}"
+        served = instance.served or (
+            not instance.expelled and self.now() - instance.started_at > _FEWEST_S
+        )
+        failures = 0 if served else instance.failures + 1
         if failures > _MOST_RESTARTS:
             raise RunFailed(f"{why}, {failures} times in a row")
+        self._tell_replaced(why)
         self.driver.lost(instance.name, instance.incarnation, why)
         self._saver.lost(instance.name)
         self._start_instance(instance.name, instance.incarnation + 1, failures)
+
+    def _tell_replaced(self, why: str) -> None:
+        for listener in self.driver.listeners:
+            listener.replaced(self.now(), why)
 
     def _end_parts(self) -> None:
         parts = [instance.process for instance in self._instances.values()]
@@ -300,7 +347,9 @@ class LocalRuntime(Runtime):
         self._timer_at = at
 
     def to_rollout(self, instance: InstanceId, message: ms.ToRollout) -> None:
-        self._send(self._instances[instance].process, message)
+        found = self._instances.get(instance)
+        if found is not None:  # else of an earlier life: the core is about to hear that it ended
+            self._send(found.process, message)
 
     def to_every_rollout(self, message: ms.ToRollout) -> None:
         for instance in self._instances.values():
@@ -320,13 +369,36 @@ class LocalRuntime(Runtime):
         if not isinstance(message, ms.Save):  # which is written beside its other work
             if not self._trainer_asked:
                 self._trainer_heard_at = self.now()
-            self._trainer_asked += 1
+            self._trainer_asked.add(_question(message))
+        else:
+            self._saves_asked.add(message.directory)
         self._send(self._trainer, message)
 
     def expel(self, instance: InstanceId, incarnation: int, reason: str) -> None:
-        if self._instances[instance].incarnation == incarnation:
-            self._instances[instance].process.kill()
+        found = self._instances.get(instance)
+        if found is not None and found.incarnation == incarnation:
+            found.expelled = reason
+            found.process.kill()
 
     def score(self, ticket: int, job: ScoreJob) -> None:
         assert self._scores is not None
         self._scores.submit(ticket, job)
+
+
+def _shows_work(message: ms.FromRollout) -> bool:
+    event = message.event if isinstance(message, ms.Reported) else None
+    return isinstance(event, InstanceProgressed) and bool(event.lengths)
+
+
+def _question(message: ms.ToTrainer | ms.FromTrainer) -> tuple[str, int] | None:
+    """What is asked of the trainer, or what its answer answers; the same for both."""
+    match message:
+        case ms.TrainerReady():
+            return "ready", 0
+        case ms.TrainOn() | ms.Trained() | ms.Rejected() | ms.TrainingFailed():
+            return "train", message.step
+        case ms.Redo() | ms.Redone():
+            return "redo", message.step
+        case ms.PublishVersion() | ms.Published() | ms.NotPublished():
+            return "publish", message.version
+    return None
