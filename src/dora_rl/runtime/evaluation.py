@@ -13,7 +13,7 @@ from dora_rl.core import commands as cm
 from dora_rl.core import events as ev
 from dora_rl.core.commands import Command
 from dora_rl.core.events import Event
-from dora_rl.core.types import TrajectoryId, Version
+from dora_rl.core.types import Fence, TrajectoryId, Version
 from dora_rl.core.versions import Versions
 from dora_rl.runtime import messages as ms
 from dora_rl.runtime.listening import Listener
@@ -56,13 +56,14 @@ class Outside(Protocol):
 class _Answer:
     """One response to one prompt of the set."""
 
-    __slots__ = ("begun", "prompt", "reward", "room", "turn")
+    __slots__ = ("begun", "prompt", "reward", "room", "turns", "whole")
 
     def __init__(self, prompt: Prompt) -> None:
         self.prompt = prompt
         self.begun = False
         self.reward = 0.0
-        self.turn = 0
+        self.turns = 0  # that its environment has been told of
+        self.whole = False
         self.room = 0
 
 
@@ -158,9 +159,9 @@ class Examiner(Listener):
             case ms.Reported():
                 self._reported(message.event)
             case ms.TurnEnded():
-                answer = self._answers.get(message.trajectory)
-                if answer is not None:
-                    answer.turn, answer.room = message.turn, message.room
+                answer = self._awaited(message.trajectory, message.fence)
+                if answer is not None and message.turn >= answer.turns:
+                    answer.turns, answer.room = message.turn + 1, message.room
                     text = self._task.encoder.decode(message.tokens)
                     self._outside.step_episode(FIRST_TICKET + message.trajectory, text)
             case ms.Finished():
@@ -168,14 +169,21 @@ class Examiner(Listener):
 
     def _reported(self, event: Event) -> None:
         match event:
-            case ev.VersionInstalled():
+            case ev.VersionInstalled() if event.version == self._version != self._held:
                 self._held = event.version
                 self._ask()
-            case ev.InstallFailed():
+            case ev.InstallFailed() if event.version == self._version != self._held:
                 self._failed = 1
                 self._conclude()
-            case ev.TrajectoryFailed():
+            case ev.TrajectoryFailed() if self._awaited(event.trajectory, event.fence) is not None:
                 self._give_up(event.trajectory)
+
+    def _awaited(self, number: TrajectoryId, fence: Fence) -> _Answer | None:
+        """Whom a message speaks of, unless it is said again."""
+        answer = self._answers.get(number)
+        if answer is None or answer.whole or fence != self._fence:
+            return None
+        return answer
 
     def _ask(self) -> None:
         """Every prompt of the set, as often as it is to be answered."""
@@ -208,9 +216,10 @@ class Examiner(Listener):
 
     def _finished(self, message: ms.Finished) -> None:
         number = message.trajectory.trajectory
-        answer = self._answers.get(number)
+        answer = self._awaited(number, message.fence)
         if answer is None:
             return
+        answer.whole = True
         self._lengths.append(message.trajectory.num_sampled)
         if self._task.has_environment:
             self._outside.discard_episode(FIRST_TICKET + number)
@@ -246,10 +255,10 @@ class Examiner(Listener):
             self._begin(number, encoder.encode(answer.prompt, reply.observation))
             return
         tokens: tuple[int, ...] = ()
-        if not reply.done and answer.turn + 1 < self._task.settings.max_turns:
+        if not reply.done and answer.turns < self._task.settings.max_turns:
             tokens = tuple(encoder.observation(str(reply.observation or "")))
         if tokens and len(tokens) < answer.room:
-            message: ms.ToRollout = ms.Continue(number, self._fence, answer.turn, tokens)
+            message: ms.ToRollout = ms.Continue(number, self._fence, answer.turns - 1, tokens)
         else:
             message = ms.Conclude(number, self._fence)
         self._outside.to_evaluator(message)

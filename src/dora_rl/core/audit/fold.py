@@ -125,6 +125,7 @@ class Audit:
             filtered_for=dict(work.filtered),
             failed_for=dict(work.failed),
             finished=work.finished,
+            never_whole=work.never_whole,
             mixed=work.mixed,
             mixed_trained=work.mixed_trained,
             staleness=Spread.of(self._batches.staleness),

@@ -121,6 +121,7 @@ class AuditReport:
     filtered_for: dict[str, int]
     failed_for: dict[str, int]
     finished: int
+    never_whole: int
     mixed: int
     mixed_trained: int
     staleness: Spread
@@ -156,6 +157,11 @@ class AuditReport:
                 f"length bias: what was trained (mean {self.lengths.trained.mean:.0f}) differs "
                 f"from what finished (mean {self.lengths.finished.mean:.0f}), "
                 f"KS = {self.lengths.ks:.3f}"
+            )
+        if self.never_whole:
+            notes.append(
+                f"length bias: {self.never_whole} of {self.issued} trajectories failed before "
+                "they were whole, and the long ones do so first; their lengths are not known"
             )
         return tuple(notes)
 

@@ -53,6 +53,7 @@ class Work:
         self.filtered: Counter[str] = Counter()
         self.failed: Counter[str] = Counter()
         self.finished = self.mixed = self.mixed_trained = 0
+        self.never_whole = 0
         self.finished_lengths: Counter[int] = Counter()
 
     def find(self, trajectory: TrajectoryId) -> Member | None:
@@ -336,6 +337,7 @@ class Work:
         if not self._causes.of_failure(group, member):
             self._lost(f"trajectory {trajectory} failed without a cause: `{command.reason}`")
         self.failed[command.reason] += 1
+        self.never_whole += member.stage < FINISHED
         self._end(trajectory, group, member)
 
     def _end(self, trajectory: TrajectoryId, group: Group, member: Member) -> None:
