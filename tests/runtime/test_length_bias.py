@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
+from dora_rl.chaos.processes import parts
 from dora_rl.core.commands import Score, Start
 from dora_rl.core.events import (
     InstanceFailed,
@@ -99,13 +100,7 @@ class Life:
 
     def rollout(self) -> int | None:
         """The process that generates, if it is there."""
-        for child in psutil.Process(self._process.pid).children():
-            try:
-                if os.readlink(f"/proc/{child.pid}/fd/1").endswith("/rollout-0.log"):
-                    return child.pid
-            except FileNotFoundError:
-                continue
-        return None
+        return parts(self.out).get("rollout-0")
 
     def strike(self, rng: random.Random, *, twice: bool) -> None:
         """Kill the rollout process, and then the driver; with `twice`, its successor with it."""

@@ -7,13 +7,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from dora_rl.chaos.processes import parts_below
 from dora_rl.core.audit import audit_journal
 from dora_rl.core.commands import Command, Score, Start
 from dora_rl.core.errors import UserError
@@ -62,12 +63,8 @@ def nobody_is_left_behind() -> Iterator[None]:
 
 def parts(name: str) -> list[psutil.Process]:
     """The part that writes this log, if it is there."""
-    found = []
-    for child in children():
-        with suppress(FileNotFoundError):
-            if os.readlink(f"/proc/{child.pid}/fd/1").endswith(f"/{name}.log"):
-                found.append(child)
-    return found
+    pid = parts_below(os.getpid()).get(name)
+    return [] if pid is None else [psutil.Process(pid)]
 
 
 class Killer(Listener):
@@ -142,22 +139,28 @@ def test_a_rollout_process_that_is_killed_is_replaced(model: Path, tmp_path: Pat
 
 
 class Vandal(Listener):
-    """Cuts the manifest of a version, as it is published."""
+    """Cuts the manifest of a version when this one is published, and kills who has it."""
 
-    def __init__(self, run: Path, version: int) -> None:
+    def __init__(self, run: Path, version: int, when: int) -> None:
         self.manifest = run / "weights" / f"version-{version:08}" / "manifest.json"
+        self.when = when
 
     def observed(self, now: float, event: Event, commands: Sequence[Command]) -> None:
-        if isinstance(event, WeightsPublished) and self.manifest.exists():
+        if isinstance(event, WeightsPublished) and event.version == self.when:
             os.truncate(self.manifest, 100)
+            for found in parts("rollout-0"):
+                found.kill()
 
 
 @pytest.mark.faults
-def test_a_version_that_nobody_can_install_ends_the_run(model: Path, tmp_path: Path) -> None:
-    """Rather than one instance after the other, for ever."""
+@pytest.mark.parametrize(("version", "when"), [(1, 1), (0, 1)])
+def test_a_version_that_nobody_can_install_ends_the_run(
+    version: int, when: int, model: Path, tmp_path: Path
+) -> None:
+    """Rather than one instance after the other, for ever; an older one too, while others serve."""
     out = tmp_path / "run"
     with pytest.raises(RunFailed, match=r"manifest\.json"):
-        run(model, out, Vandal(out, 1), **ALONE)
+        run(model, out, Vandal(out, version, when), **ALONE)
 
 
 @pytest.mark.parametrize("checkpoint_every", [1, None])

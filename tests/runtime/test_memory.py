@@ -297,6 +297,21 @@ def test_each_kill_that_the_kernel_counts_explains_one_death() -> None:
     assert watch.deaths == 2
 
 
+@pytest.mark.parametrize("looks", range(4))
+def test_a_kill_explains_a_death_of_the_next_two_looks_alone(looks: int) -> None:
+    """Others are killed as well, and nobody asks why."""
+    count = 3
+    watch = Watch(0, kills=lambda: count)
+    watch.short(0.0)
+    count = 5
+    for second in range(looks):
+        watch.short(1.0 + second)
+        watch.short(1.5 + second)  # no look: it is too soon
+    assert (watch.blame() is not None) == (looks < 2)
+    count = 6
+    assert watch.blame() == "killed by the kernel: out of memory"
+
+
 @pytest.mark.parametrize("value", [-1, "much", 0.5])
 def test_the_setting_is_checked(value: Any) -> None:
     with pytest.raises(UserError, match=r"runtime\.min_free_memory_mb.*`" + str(value)):

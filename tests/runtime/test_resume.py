@@ -398,6 +398,37 @@ def test_other_prompts_are_refused_unless_accepted(left: Path, tmp_path: Path) -
     assert_sound(execute(resume(out, prompts=others, accept_changed=["prompts"])))
 
 
+def test_what_was_accepted_is_not_asked_for_again(left: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(left, out)
+    others = [{"prompt": "something else", "turns": 1}]
+    plan = resume(out, prompts=others, accept_changed=["prompts"])
+    with Session(plan):
+        pass  # it came to nothing
+    with pytest.raises(UserError, match="prompts: the prompts changed"):
+        resume(out, prompts=others)
+    stopped(plan, published(3))
+    with pytest.raises(UserError, match="prompts: the prompts changed"):
+        resume(out, prompts=PROMPTS)
+    assert_sound(execute(resume(out, prompts=others)))
+
+
+def test_a_directory_is_the_same_to_a_resume_from_elsewhere(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = tmp_path.resolve() / "here", tmp_path.resolve() / "there"
+    for place in (here, there):
+        (place / "scores").mkdir(parents=True)
+    monkeypatch.chdir(here)
+    out = tmp_path / "run"
+    task = {"writable": ["scores"]}
+    stopped(plan_of(model, out, task=task), published(1))
+    monkeypatch.chdir(there)
+    plan = resume(out, prompts=PROMPTS)
+    assert plan.task.settings.writable == (str(here / "scores"),)
+    assert_sound(execute(plan))
+
+
 def test_a_setting_of_a_newer_version_is_no_change_unless_it_is_used(
     left: Path, tmp_path: Path
 ) -> None:

@@ -92,6 +92,28 @@ def test_an_abort_leaves_everything_where_it_was(root: Path, phase: str) -> None
     assert journey(source, target, *moves, name=2).reserve() == [ev.MigrationReserved(2)]
 
 
+@pytest.mark.parametrize("there", [True, False], ids=["file", "no file"])
+def test_what_is_taken_over_twice_is_undone_whole(root: Path, there: bool) -> None:
+    source, target = pair(root)
+    source.tell(begin(1, 10))
+    source.step(3)
+    moving = journey(source, target)
+    moving.reserve()
+    moving.hand_over()
+    content = moving.file.read_bytes()
+    moving.take_over()
+    if there:
+        moving.file.write_bytes(content)
+    assert target.tell(ms.TakeOver(1, str(moving.file))) == []
+    target.step()
+    moving.abort()
+    assert target.engine.idle
+    source.run()
+    assert source.one(1) == alone(root, begin(1, 10))
+    moves = tuple(Move(name, name, 50 + name) for name in range(30, 34))
+    assert journey(source, target, *moves, name=2).reserve() == [ev.MigrationReserved(2)]
+
+
 def test_a_target_without_room_or_version_refuses(root: Path) -> None:
     source, target = pair(root, slots=2)
     target.tell(begin(5, 30))

@@ -1,12 +1,18 @@
 """The files and books of a run: what it says of itself."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from dora_rl import linux
 from dora_rl.cli._training import introduction
+from dora_rl.core.commands import Command
+from dora_rl.core.events import Event
+from dora_rl.runtime.inline import InlineRuntime
+from dora_rl.runtime.listening import Listener
+from dora_rl.runtime.session import Plan, Session
 from dora_rl.runtime.train import execute, prepare, read_config
-from dora_rl.tasks.workers import kernel
 from tests.runtime.harness import PROMPTS, assert_sound, settings
 
 
@@ -21,13 +27,52 @@ def test_what_is_not_kept_from_rewards_is_said_once_and_logged(
     config = read_config(settings(model, out, run={"steps": 2, "checkpoint_every": 1}))
     # Not by a name: a fork has the patch as well.
     plan = prepare(config, prompts=PROMPTS, reward=lambda response: reward(response))
-    monkeypatch.setattr(kernel, "confine_writes", lambda *_: False)
+    monkeypatch.setattr(linux, "confine_writes", lambda *_: False)
     assert not any(line.startswith("rewards") for line in introduction(plan))
     plan.task.score_pool().close()
     (said,) = [line for line in introduction(plan) if line.startswith("rewards")]
     assert "files outside the scratch directory" in said
     assert_sound(execute(plan))
-    assert (out / "logs" / "rewards.log").read_text().splitlines() == [said.split(maxsplit=1)[1]]
+    (logged,) = (out / "logs" / "rewards.log").read_text().splitlines()
+    what = said.partition(": ")[2]
+    assert logged == f"rewards and environments are not kept from: {what}"
+
+
+class Logs(Listener):
+    """Whether the log was there when things happened; it is removed each time."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        self.seen = 0
+
+    def observed(self, now: float, event: Event, commands: Sequence[Command]) -> None:
+        if self.log.exists():
+            self.seen += 1
+            self.log.unlink()
+
+
+def plan_with_gaps(model: Path, out: Path, patch: pytest.MonkeyPatch, **run: int) -> Plan:
+    patch.setattr("dora_rl.tasks.workers.wire.Isolation.gaps", lambda self: ["the sea"])
+    return prepare(read_config(settings(model, out, run=run)), prompts=PROMPTS)
+
+
+def test_the_log_is_written_once_in_each_life(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    logs = Logs(out / "logs" / "rewards.log")
+    plan = plan_with_gaps(model, out, monkeypatch, steps=2)
+    assert_sound(execute(plan, listeners=[logs]))
+    assert logs.seen == 1
+
+
+def test_a_run_does_not_end_for_a_log(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_with_gaps(model, tmp_path / "run", monkeypatch, steps=1)
+    with Session(plan) as session:
+        (plan.out / "logs").touch()  # where the directory would be
+        assert InlineRuntime(session).run().ok
 
 
 def test_nothing_is_said_where_all_is_kept(

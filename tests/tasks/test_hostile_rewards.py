@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from dora_rl.tasks.workers import births, isolation, kernel
+from dora_rl import linux
+from dora_rl.tasks.workers import births, isolation
 from dora_rl.tasks.workers.scores import Outcome, ScoreJob, ScorePool
 from dora_rl.tasks.workers.sessions import EnvironmentPool
 from dora_rl.tasks.workers.wire import Isolation, Part
@@ -101,7 +102,7 @@ def crowded(surroundings: Path) -> Iterator[ScorePool]:
     """On a system that gives no namespaces: a fork has the patch as well."""
     act = hostile.act
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel, "unshare", lambda what: False)
+        patch.setattr(linux, "unshare", lambda what: False)
         pool = pool_of(lambda response, example: act(response, example))
     yield from _held(pool)
 
@@ -112,9 +113,9 @@ def bare(surroundings: Path) -> Iterator[ScorePool]:
     act = hostile.act
     with pytest.MonkeyPatch.context() as patch:
         for name in ("unshare", "mount", "drop_capabilities"):
-            patch.setattr(kernel, name, lambda *_, **__: False)
-        patch.setattr(kernel, "confine_writes", lambda *_: False)
-        patch.setattr(kernel, "filter_calls", lambda *, sockets: False)
+            patch.setattr(linux, name, lambda *_, **__: False)
+        patch.setattr(linux, "confine_writes", lambda *_: False)
+        patch.setattr(linux, "filter_calls", lambda *, sockets: False)
         pool = pool_of(lambda response, example: act(response, example))
     yield from _held(pool)
 
@@ -318,7 +319,7 @@ def test_nobody_outside_can_be_signalled(
 def test_a_nursery_that_is_killed_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing protects it; here by the test."""
     act = hostile.act
-    monkeypatch.setattr(kernel, "unshare", lambda what: False)
+    monkeypatch.setattr(linux, "unshare", lambda what: False)
     with pool_of(lambda response, example: act(response, example)) as pool:
         before = nursery_of(pool)
         pool.submit(1, job(pool, "loop"))

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dora_rl import linux
 from dora_rl.config import dump_toml, validate
 from dora_rl.core.errors import UserError
 from dora_rl.samples import Trajectory
@@ -17,7 +19,6 @@ from dora_rl.tasks.names import import_object, name_of
 from dora_rl.tasks.settings import RewardSettings, TaskSettings
 from dora_rl.tasks.sources import Gym
 from dora_rl.tasks.task import Task, reward_parts
-from dora_rl.tasks.workers import kernel
 from tests.tasks import samples
 from tests.tasks.models import make_directory
 
@@ -195,11 +196,64 @@ def test_what_is_no_directory_cannot_be_writable(
         open_task(prompts=ROWS, reward="exact", writable=(".", name))
 
 
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("/dev/shm", "/dev/shm"),
+        ("shared", "/dev/shm"),  # a link
+        ("/proc/self", "/proc"),
+        ("home/.ssh", "{home}/.ssh"),
+        ("home/.config/gh/notes", "{home}/.config/gh"),
+        ("home/../home/.aws/notes", "{home}/.aws"),
+    ],
+)
+def test_what_workers_do_not_see_cannot_be_writable(
+    name: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    for hidden in (".ssh", ".config/gh/notes", ".aws/notes"):
+        (home / hidden).mkdir(parents=True)
+    (tmp_path / "shared").symlink_to("/dev/shm")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(home))
+    place = place.format(home=home)
+    with pytest.raises(TaskError, match=re.escape(f"`{name}` is in `{place}`, which is kept")):
+        open_task(prompts=ROWS, reward="exact", writable=(".", name))
+
+
+def test_neighbours_of_what_is_hidden_can_be_writable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By names that mean the same from everywhere."""
+    home = tmp_path.resolve() / "home"
+    (home / ".ssh").mkdir(parents=True)
+    (home / ".sshd").mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(home)
+    task = open_task(prompts=ROWS, reward="exact", writable=(".", ".sshd"))
+    assert task.settings.writable == (str(home), str(home / ".sshd"))
+
+
+def test_fingerprints_are_those_that_were_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is edited in a run is not taken for what was accepted at its start."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file = tmp_path / "a_reward_edited_later.py"
+    file.write_text("def reward(response): return 1.0\n")
+    task = open_task(prompts=ROWS, reward="a_reward_edited_later:reward")
+    before = task.fingerprints
+    file.write_text("def reward(response): return 2.0\n")
+    assert task.fingerprints == before
+    again = open_task(prompts=ROWS, reward="a_reward_edited_later:reward")
+    assert again.fingerprints != before
+
+
 def test_what_is_not_kept_from_the_workers_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     task = open_task(prompts=ROWS, reward=lambda response: 0.0, environment=samples.Count)
     with task.score_pool() as pool:
         assert task.gaps == tuple(pool.isolation.gaps())
-    monkeypatch.setattr(kernel, "confine_writes", lambda *_: False)  # a fork has it as well
+    monkeypatch.setattr(linux, "confine_writes", lambda *_: False)  # a fork has it as well
     task.score_pool().close()
     assert "files outside the scratch directory (no Landlock)" in task.gaps
     once = task.gaps

@@ -6,15 +6,26 @@ is the answer "go on"; a slow one is the same answer, later; a full one is `ENOS
 
 import errno
 import fcntl
+import os
 import select
 import socket
 import struct
 import threading
 import time
 
+from dora_rl import linux
+
 _RECEIVE, _SEND = 0xC0502100, 0xC0182101  # ioctls of a seccomp listener
 _ASKED = 80  # bytes of a question; it begins with its number
 _GO_ON = 1
+
+
+def hand_over(line: socket.socket) -> None:
+    """From now on, whoever is at the other end of `line` answers for our disk, if that can be."""
+    listener = linux.watch_calls(("fsync", "fdatasync", "pwrite64"))
+    socket.send_fds(line, [b"."], [] if listener is None else [listener])
+    if listener is not None:
+        os.close(listener)
 
 
 class Disk(threading.Thread):
@@ -27,9 +38,15 @@ class Disk(threading.Thread):
         self._until = 0.0
         self._delay_s = 0.0
         self._full = False
+        self._watching = False
         self.answered = 0
         self.refused = 0
         self.start()
+
+    @property
+    def watching(self) -> bool:
+        """Whether we are asked; else it is as it is, whatever it was told to be."""
+        return self._watching
 
     def be_slow(self, delay_s: float, for_s: float) -> None:
         """Every sync and every write takes that much longer."""
@@ -39,13 +56,21 @@ class Disk(threading.Thread):
         """No sync and no write has room."""
         self._full, self._delay_s, self._until = True, 0.0, time.monotonic() + for_s
 
+    def be_well(self) -> None:
+        self._until = 0.0
+
     def run(self) -> None:
         try:
             _, listeners, _, _ = socket.recv_fds(self._line, 1, 1)
         except OSError:
             return
         for listener in listeners:
-            self._answer(listener)
+            self._watching = True
+            try:
+                self._answer(listener)
+            finally:
+                self._watching = False
+                os.close(listener)
 
     def _answer(self, listener: int) -> None:
         poll = select.poll()

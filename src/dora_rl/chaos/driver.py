@@ -1,4 +1,4 @@
-"""The driver of a run under chaos: `python -m dora_rl.chaos.driver FD ARGUMENTS…`.
+"""The driver of a run under chaos: `python -m dora_rl.chaos.driver FD SEED ARGUMENTS…`.
 
 It is `dora-rl` with two hands on it: its disk asks the storm (see `disk`), and while the storm
 says so, what a part tells the driver is heard twice, as after a lost acknowledgement.
@@ -14,8 +14,8 @@ import time
 from collections import deque
 from typing import Any
 
+from dora_rl.chaos import disk
 from dora_rl.runtime.local.runtime import LocalRuntime
-from dora_rl.tasks.workers import kernel
 
 _REMEMBERED = 32  # messages, of which one is heard again
 
@@ -39,6 +39,8 @@ class Echo:
 
         def take_twice(runtime: LocalRuntime, process: Any, message: Any) -> None:
             take(runtime, process, message)
+            if self._heard and self._heard[-1][0] is not runtime:  # it goes on anew
+                self._heard.clear()
             self._heard.append((runtime, process, message))
             if time.monotonic() < self._until:
                 take(runtime, process, message)
@@ -47,14 +49,11 @@ class Echo:
         LocalRuntime._take = take_twice  # type: ignore[assignment, method-assign]
 
 
-def main(fd: int, arguments: list[str]) -> None:
+def main(fd: int, seed: int, arguments: list[str]) -> None:
     os.set_inheritable(fd, False)
     line = socket.socket(fileno=fd)
-    listener = kernel.watch_disk_calls()
-    socket.send_fds(line, [b"."], [] if listener is None else [listener])
-    if listener is not None:
-        os.close(listener)
-    echo = Echo(os.getpid())
+    disk.hand_over(line)
+    echo = Echo(seed)
     echo.install()
     threading.Thread(target=echo.listen, args=(line,), daemon=True).start()
     sys.argv = ["dora-rl", *arguments]
@@ -62,4 +61,4 @@ def main(fd: int, arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

@@ -57,23 +57,28 @@ def _end_driver(target: Target) -> str | None:
 
 
 def _kill_worker(target: Target) -> str | None:
-    found = {f"worker {pid}": pid for pid in workers(target.life.pid, target.run)}
+    found = {f"worker {pid}": pid for pid in workers(target.life.pid)}
     return _signal(target, found, signal.SIGKILL, "killed")
 
 
 def _repeat_messages(target: Target) -> str | None:
     seconds = _seconds(target)
-    target.life.repeat_messages(seconds)
+    if not target.life.repeat_messages(seconds):
+        return None
     return f"every message to the driver is heard again for {seconds} s"
 
 
 def _slow_disk(target: Target) -> str | None:
+    if not target.life.disk.watching:
+        return None
     seconds, delay = _seconds(target), round(target.random.uniform(0.01, 0.1), 2)
     target.life.disk.be_slow(delay, seconds)
     return f"each sync and write takes {delay} s longer for {seconds} s"
 
 
 def _full_disk(target: Target) -> str | None:
+    if not target.life.disk.watching:
+        return None
     seconds = round(target.random.uniform(0.5, 4.0), 1)
     target.life.disk.be_full(seconds)
     return f"the disk is full for {seconds} s"
@@ -81,6 +86,8 @@ def _full_disk(target: Target) -> str | None:
 
 def _damage_file(target: Target) -> str | None:
     """Of a run that is dead: one that lives has its files open, and would write them again."""
+    if target.life.ended or not target.wounds.possible:
+        return None
     target.life.kill(target.run)
     done = target.wounds.inflict(target.random)
     return f"driver killed, and {done}" if done else None

@@ -1,6 +1,7 @@
 """The processes of a run that goes on, found by what they write and who started them."""
 
 import os
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -8,13 +9,22 @@ from pathlib import Path
 def parts(run: Path) -> dict[str, int]:
     """The parts by the names of their logs: `trainer`, `rollout-0`, …"""
     logs = (run / "logs").resolve()
-    found: dict[str, int] = {}
-    for link in Path("/proc").glob("[0-9]*/fd/1"):
-        with suppress(OSError):
-            target = link.readlink()
-            if target.parent == logs and target.suffix == ".log":
-                found[target.stem] = int(link.parts[2])
-    return found
+    everyone = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
+    return {log.stem: pid for pid, log in _with_logs(everyone) if log.parent == logs}
+
+
+def parts_below(driver: int) -> dict[str, int]:
+    """The parts that this driver has started, of whatever run."""
+    return {log.stem: pid for pid, log in _with_logs(below(driver)) if log.parent.name == "logs"}
+
+
+def _with_logs(pids: Iterable[int]) -> Iterator[tuple[int, Path]]:
+    """Those whose output is a log, with it."""
+    for pid in pids:
+        with suppress(OSError):  # it is gone, or not ours to look at
+            output = Path(f"/proc/{pid}/fd/1").readlink()
+            if output.suffix == ".log":
+                yield pid, output
 
 
 def below(pid: int) -> list[int]:
@@ -33,9 +43,9 @@ def below(pid: int) -> list[int]:
     return found
 
 
-def workers(driver: int, run: Path) -> list[int]:
+def workers(driver: int) -> list[int]:
     """Who runs rewards and environments, and who starts them."""
-    others = set(parts(run).values())
+    others = set(parts_below(driver).values())
     return sorted(pid for pid in below(driver) if pid not in others)
 
 

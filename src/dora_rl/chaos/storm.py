@@ -15,12 +15,12 @@ from dora_rl.chaos.wounds import Wounds
 from dora_rl.config import dump_toml, merged
 from dora_rl.core.audit import AuditReport, audit_journal
 from dora_rl.core.errors import UserError
+from dora_rl.linux import can_watch_calls
 from dora_rl.runtime.errors import RunFailed
 from dora_rl.runtime.recording import StepRecord, read_records
 from dora_rl.runtime.train import read_config
 from dora_rl.store.ledger import Ledger
 from dora_rl.store.rundir import JOURNAL, LEDGER, METRICS_OF_STEPS, JournalFile, check_free
-from dora_rl.tasks.workers.kernel import can_watch_calls
 
 Progress = Callable[[str], None]
 _ENDLESS = 1_000_000  # steps: the storm says when it is over
@@ -102,8 +102,8 @@ class Result:
         first, last = self.rewards
         return [
             f"{sum(self.faults.values())} faults: {struck}",
-            f"{self.steps} steps; resumed {self.resumed} times, of which {self.refused} were "
-            "refused for a damaged file, by its name",
+            f"{self.steps} steps; resumed {self.resumed} times; {self.refused} times it refused a "
+            "damaged file by its name",
             f"trajectories: {states}",
             f"reward {first:.3f} (first {_FEW} steps) -> {last:.3f} (last {_FEW})",
             *self.audit.summary(),
@@ -168,7 +168,8 @@ class _Storm:
         return self._live(str(config))
 
     def _live(self, *arguments: str) -> Life:
-        return Life(["train", *arguments, "--plain"], self._log)
+        self._wounds.life_begins()
+        return Life(["train", *arguments, "--plain"], self._log, self._plan.seed)
 
     def _look(self) -> None:
         """See how far the run is, and resume it if it has ended."""
@@ -176,6 +177,7 @@ class _Storm:
             self._examine()
             if not (self._plan.out / LEDGER).is_file():
                 raise RunFailed(f"the run ended before it began: see {self._log}")
+            self._life.close()
             self._result.resumed += 1
             self._life = self._live("--resume", str(self._plan.out))
             return
@@ -189,9 +191,11 @@ class _Storm:
 
     def _examine(self) -> None:
         """A life that ended by itself must say which file was damaged; then that is mended."""
-        if not self._life.refused:
+        if not self._life.failed:
             return
-        named = self._wounds.heal_those_named(self._life.words)
+        named = self._wounds.heal_those_named(
+            self._life.complaint, as_input=self._life.refused_input
+        )
         if named:
             self._result.refused += 1
             self._tell(f"refused, and mended: {', '.join(path.name for path in named)}")
@@ -215,6 +219,7 @@ class _Storm:
     def _end(self) -> None:
         """The storm is over: the run goes on for a step, saves, and ends."""
         self._tell("the storm is over: the run goes on for a step, and ends")
+        self._life.disk.be_well()
         deadline = time.monotonic() + _END_S
         before = self._result.steps
         while self._result.steps <= before:

@@ -113,6 +113,10 @@ class _Follower(Listener):
     def replaced(self, now: float, why: str) -> None:
         self.tell(f"{why}; it is replaced")
 
+    def must_end(self, now: float, why: str) -> None:
+        self.status.stopping = True
+        self.tell(f"stopping: the step is finished, then all is saved. {why}")
+
     def used(self, now: float, instance: InstanceId, used: ms.Used) -> None:
         self.status.used(now, instance, used.tokens)
 

@@ -18,7 +18,8 @@ over, it ends as after Ctrl-C, and is audited from its journal and its ledger. O
 said, OUT.damaged the files as they were.
 
 \b
-Exit code: 0 if no promise was broken, 1 if one was, 2 for bad input.
+Exit code: 0 if no promise was broken, 1 if one was or the run did not go on or end as it should,
+2 for bad input.
 
 \b
 Examples:
@@ -55,6 +56,7 @@ def command(
     from dora_rl.chaos.faults import FAULTS
     from dora_rl.chaos.storm import Plan, brave
     from dora_rl.config import load_toml
+    from dora_rl.runtime.errors import RunFailed
 
     if as_list:
         for name, (_, words) in FAULTS.items():
@@ -73,8 +75,11 @@ def command(
     def tell(line: str) -> None:
         click.echo(line, err=True)
 
-    with benching.children():
-        result = brave(plan, tell)
+    try:
+        with benching.children():
+            result = brave(plan, tell)
+    except RunFailed as error:
+        raise click.ClickException(str(error)) from error
     if as_json:
         click.echo(json.dumps(result.to_json(), indent=2))
     else:

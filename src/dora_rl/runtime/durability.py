@@ -1,7 +1,7 @@
 """What lasts of a run: the commits of its ledger, and the files that may go after one.
 
 The journal is on the disk first, then the ledger vouches for it, and only then goes what the
-ledger had still needed. It knows neither the core nor who listens.
+ledger had still needed. It takes no decision about the run.
 """
 
 import shutil
@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Container
 from pathlib import Path
 
+from dora_rl.core.errors import UserError
 from dora_rl.core.types import Version
 from dora_rl.runtime.bookkeeping import PUBLISHED, Bookkeeper, last_checkpoint
 from dora_rl.runtime.config import RunConfig
@@ -16,6 +17,7 @@ from dora_rl.runtime.errors import RunFailed
 from dora_rl.store.ledger import Ledger, LedgerError, Position
 from dora_rl.store.rundir import checkpoints_in, step_of
 from dora_rl.trainer.settings import Behaviour
+from dora_rl.weights.errors import WeightsError
 from dora_rl.weights.versions import (
     DELETED,
     PUBLISHING,
@@ -55,9 +57,14 @@ class Durability:
         self._committed_at = 0.0
         self._deletions: list[Version] = []
 
+    @property
+    def _open(self) -> bool:
+        """Whether there is still something to commit to."""
+        return self.ours and not self._books.failed
+
     def commit(self) -> None:
         """All that has happened, on the disk: the journal first, then the ledger vouches for it."""
-        if not self.ours or self._books.failed:
+        if not self._open:
             return
         changes = self._books.changes(self._sync())
         if self._settings.durable:
@@ -76,7 +83,7 @@ class Durability:
 
     def commit_in_s(self) -> float | None:
         """When the next commit is due, if one is."""
-        if not self._books.dirty:
+        if not self._open or not self._books.dirty:
             return None
         due = self._committed_at + self._settings.commit_every_s
         return max(0.0, due - time.monotonic())
@@ -87,10 +94,22 @@ class Durability:
         """Delete a version with the next commit, or the first after which nobody needs it."""
         self._deletions.append(version)
 
-    def check_versions(self) -> None:
-        """A resumed run goes on with whole versions, or not at all."""
-        for version in sorted(self._live):
-            check_files(path_of(self._weights, version))
+    def check_files(self) -> None:
+        """A resumed run goes on with all that its ledger needs, and whole, or not at all."""
+        versions = [path_of(self._weights, version) for version in sorted(self._live)]
+        checkpoint = self.last_checkpoint
+        for path in versions if checkpoint is None else [*versions, checkpoint]:
+            if not path.is_dir():
+                raise UserError(
+                    f"`{path}` is missing, though `{self._ledger.path}` still needs it. If that "
+                    "is a copy, or was cut, it is older than the run: put it back, with its -wal "
+                    "file."
+                )
+        for path in versions:
+            try:
+                check_files(path)
+            except WeightsError as error:
+                raise UserError(f"{error} Put it back from a copy, or start a new run.") from error
 
     @property
     def _live(self) -> set[Version]:
@@ -114,6 +133,8 @@ class Durability:
 
     def checkpointed(self, directory: Path) -> None:
         """A checkpoint is whole: commit it, and only then let go of older ones."""
+        if not self._open:
+            return  # the ledger goes on from an older one
         step = step_of(directory)
         assert step is not None
         self._books.checkpointed(step, directory.name)

@@ -92,6 +92,7 @@ class Examiner(Listener):
         self._began = 0.0
         self._heard_at = 0.0
         self._answers: dict[TrajectoryId, _Answer] = {}
+        self._first = self._unused = FIRST_TICKET  # of this evaluation; of the next
         self._rewards: list[float] = []
         self._lengths: list[int] = []
         self._failed = 0
@@ -138,6 +139,8 @@ class Examiner(Listener):
         self._held = None
         if self._version is not None:
             self._failed += len(self._answers) or 1
+            for number in self._answers:
+                self._discard(number)
             self._answers.clear()
             self._conclude()
 
@@ -163,7 +166,7 @@ class Examiner(Listener):
                 if answer is not None and message.turn >= answer.turns:
                     answer.turns, answer.room = message.turn + 1, message.room
                     text = self._task.encoder.decode(message.tokens)
-                    self._outside.step_episode(FIRST_TICKET + message.trajectory, text)
+                    self._outside.step_episode(self._first + message.trajectory, text)
             case ms.Finished():
                 self._finished(message)
 
@@ -195,9 +198,12 @@ class Examiner(Listener):
             prompts += found
         for number, prompt in enumerate(p for p in prompts for _ in range(samples)):
             self._answers[number] = _Answer(prompt)
+        # No ticket twice: what was asked for an evaluation that was lost is still answered.
+        self._first = self._unused
+        self._unused += len(self._answers)
         for number, answer in list(self._answers.items()):
             if self._task.has_environment:
-                self._outside.open_episode(FIRST_TICKET + number, answer.prompt.example)
+                self._outside.open_episode(self._first + number, answer.prompt.example)
             else:
                 self._begin(number, self._task.encoder.encode(answer.prompt))
 
@@ -221,28 +227,34 @@ class Examiner(Listener):
             return
         answer.whole = True
         self._lengths.append(message.trajectory.num_sampled)
-        if self._task.has_environment:
-            self._outside.discard_episode(FIRST_TICKET + number)
+        self._discard(number)
         if not self._task.rewards:
             self._score(number, answer.reward)
             return
         response = self._task.encoder.decode(message.trajectory.tokens)
         job = self._task.job(answer.prompt, response, message.trajectory)
-        self._outside.score(FIRST_TICKET + number, job)
+        self._outside.score(self._first + number, job)
+
+    def _discard(self, number: TrajectoryId) -> None:
+        if self._task.has_environment:
+            self._outside.discard_episode(self._first + number)
 
     def scored(self, outcome: Outcome) -> None:
         """Answers `Outside.score`."""
-        number = outcome.ticket - FIRST_TICKET
+        number = outcome.ticket - self._first
+        answer = self._answers.get(number)
+        if answer is None or not answer.whole:
+            return
         if outcome.failure is not None:
             self._give_up(number)
-        elif number in self._answers:
-            self._score(number, outcome.reward + self._answers[number].reward)
+        else:
+            self._score(number, outcome.reward + answer.reward)
 
     def answered(self, reply: EnvReply) -> None:
         """Answers `Outside.open_episode` and `Outside.step_episode`."""
-        number = reply.ticket - FIRST_TICKET
+        number = reply.ticket - self._first
         answer = self._answers.get(number)
-        if answer is None:
+        if answer is None or answer.whole:
             return
         if reply.failure is not None:
             self._outside.to_evaluator(ms.Perform.of(cm.Cancel(number, self._fence, EVALUATOR)))
@@ -265,6 +277,7 @@ class Examiner(Listener):
 
     def _give_up(self, number: TrajectoryId) -> None:
         if self._answers.pop(number, None) is not None:
+            self._discard(number)
             self._failed += 1
             self._when_all_are_in()
 

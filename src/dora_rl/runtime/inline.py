@@ -70,7 +70,7 @@ class InlineRuntime(Runtime):
             self._join(name, incarnations.get(name, 0), make_engine(config, plan.model))
 
     def stop(self) -> None:
-        self._saver.stop([name for name in self._instances if name != EVALUATOR])
+        self._saver.stop()
 
     def _join(self, name: InstanceId, incarnation: int, engine: Engine) -> None:
         instance = self._instances[name] = self._instance(name, incarnation, engine)

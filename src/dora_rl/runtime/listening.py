@@ -31,6 +31,9 @@ class Listener:
     def replaced(self, now: float, why: str) -> None:
         """A part has died or hung, and another takes its place."""
 
+    def must_end(self, now: float, why: str) -> None:
+        """The run must end, though nobody asked for it: the step is finished, all is saved."""
+
     def kept(self, item: Item) -> None:
         """A whole trajectory was taken, or has got its reward."""
 

@@ -191,7 +191,7 @@ class Watch:
     """Whether memory is short: below the bound at two looks in a row.
 
     It also knows whether a part's death was the kernel's doing: each kill that the kernel counts
-    explains one.
+    explains one, if it is recent. Others are killed as well, such as the workers of rewards.
     """
 
     def __init__(
@@ -209,7 +209,8 @@ class Watch:
         self._every_s = every_s
         self._looked_at: float | None = None
         self._low: Left | None = None  # what the last look found, if it was below the bound
-        self._explained = kills() or 0
+        self._counted = kills() or 0  # at the last look
+        self._explained = self._counted  # these explain no death any more
         self.deaths = 0
         """Parts that the kernel has killed."""
 
@@ -228,6 +229,9 @@ class Watch:
             return None
         before, self._low = self._low, self._look()
         self._looked_at = now
+        # A part that was killed before the last look is known to be dead by now.
+        self._explained = max(self._explained, self._counted)
+        self._counted = self._kills() or 0
         if before is None or self._low is None:
             return None
         return self._shortage(self._low)

@@ -200,6 +200,7 @@ class Prefixes(_Message, frozen=True, tag=True):
 
     prefixes: tuple[Prefix, ...]
     encoded: list[Any]
+    asked: bool = False
 
     @property
     def event(self) -> Event:

@@ -74,6 +74,7 @@ class Recorder(Listener):
         self._state = orchestrator.state
         self._watch = list(watch)
         self._used: dict[InstanceId, ms.Used] = {}
+        self._incarnations: dict[InstanceId, int] = {}
         self._ended = Reading()  # of instances that are gone
         self._before = Reading()
         self._trained_at = 0.0
@@ -81,7 +82,7 @@ class Recorder(Listener):
         self._migrated = 0
         self._live = 0
         self._slots: dict[InstanceId, int] = {}
-        self._taken_at: float | None = None
+        self._taken: tuple[int, float] | None = None  # for which step, since when
         self._taken_s = 0.0  # slot time
         self._filtered: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
@@ -93,7 +94,9 @@ class Recorder(Listener):
 
     def observed(self, now: float, event: Event, commands: Sequence[Command]) -> None:
         self._watch_devices(now, event, commands)
-        if isinstance(event, WeightsPublished):
+        if isinstance(event, InstanceJoined):
+            self._joined(event)
+        elif isinstance(event, WeightsPublished):
             self._live += 1
         elif isinstance(event, GroupJudged) and event.filtered is not None:
             self._filtered[event.filtered] += 1
@@ -116,21 +119,30 @@ class Recorder(Listener):
         if isinstance(event, InstanceJoined):
             self._slots[event.instance] = event.slots
         elif isinstance(event, BatchTrained | BatchFailed | BatchRejected):
-            if self._taken_at is not None:
-                self._taken_s += (now - self._taken_at) * sum(self._slots.values())
-            self._taken_at = None
-        if self._state.paradigm.colocated and any(isinstance(c, Train) for c in commands):
+            step, since = self._taken or (None, now)
+            if step == event.step:  # else it is said again
+                self._taken_s += (now - since) * sum(self._slots.values())
+                self._taken = None
+        train = next((command for command in commands if isinstance(command, Train)), None)
+        if self._state.paradigm.colocated and train is not None:
             suspended = any(isinstance(c, Suspend) for c in commands)
-            self._taken_at = None if suspended else now
+            self._taken = None if suspended else (train.step, now)
 
     def refused(self, now: float, event: Event, reason: str) -> None:
         self.refusals.append(reason)
 
+    def _joined(self, event: InstanceJoined) -> None:
+        """The counters of a new incarnation begin at 0."""
+        if event.incarnation > self._incarnations.get(event.instance, -1):
+            self._incarnations[event.instance] = event.incarnation
+            before = self._used.pop(event.instance, None)
+            if before is not None:
+                self._ended = _add(self._ended, before)
+
     def used(self, now: float, instance: InstanceId, used: ms.Used) -> None:
         before = self._used.get(instance)
-        if before is not None and used.slots_s < before.slots_s:  # a new incarnation
-            self._ended = _add(self._ended, before)
-        self._used[instance] = used
+        if before is None or _counters(used) > _counters(before):  # else it is said again
+            self._used[instance] = used
 
     def rejected(self, now: float, report: ms.Rejected) -> None:
         self.rejections.append(report)
@@ -201,6 +213,11 @@ def _add(reading: Reading, used: ms.Used) -> Reading:
         busy_s=reading.busy_s + used.busy_s,
         reprefilled_tokens=reading.reprefilled_tokens + used.reread_tokens,
     )
+
+
+def _counters(used: ms.Used) -> tuple[float, ...]:
+    """Each only grows, so that the later of two reports is the greater one."""
+    return used.slots_s, used.busy_s, used.tokens, used.steps, used.reread_tokens
 
 
 def _rest(part: float, whole: float) -> float:

@@ -135,7 +135,7 @@ class RolloutInstance:
             case ms.TakeOver():
                 self._take_over(message)
             case ms.SavePrefixes():
-                self.save_prefixes()
+                self.save_prefixes(asked=True)
             case ms.Shutdown():
                 self.engine.close()
 
@@ -355,7 +355,7 @@ class RolloutInstance:
         usage.slots_s += passed * self._slots
         usage.busy_s += passed * min(self._num_running, self._slots)
 
-    def save_prefixes(self) -> None:
+    def save_prefixes(self, *, asked: bool = False) -> None:
         """Tell what every trajectory has written since the last time."""
         # An episode's prefix is of no use without its environment, which is not saved.
         new = [
@@ -373,7 +373,7 @@ class RolloutInstance:
         event = ev.InstanceProgressed(
             self.instance, self.incarnation, kv_tokens, lengths, saved=lengths
         )
-        self.outbox.append(ms.Prefixes(prefixes, encode_event(event)))
+        self.outbox.append(ms.Prefixes(prefixes, encode_event(event), asked))
 
     # Parking and migration
 
@@ -441,6 +441,8 @@ class RolloutInstance:
 
     def _take_over(self, message: ms.TakeOver) -> None:
         name = message.migration
+        if name in self._incoming:
+            return  # said again: what came is remembered, lest an abort leaves it here
         self._reserved.pop(name, None)
         arrived = self._incoming[name] = []
         while len(self._incoming) > _REMEMBERED:

@@ -78,18 +78,15 @@ class Saver(Listener):
             self._hold()
         elif every and event.version and event.version % every == 0:
             if self._anew and not any(isinstance(command, Halt) for command in commands):
-                self._phase = _Phase.ASKED
-                self._awaited = set(self._session.orchestrator.state.fleet.instances)
                 self._hold()
             elif self._phase is _Phase.RUNNING:
                 self._save()
 
-    def stop(self, instances: Sequence[int], because: str | None = None) -> None:
-        """The user asks to stop, or it must be for a cause; `instances` are those that run."""
+    def stop(self, because: str | None = None) -> None:
+        """The user asks to stop, or it must be for a cause."""
         if self._phase is not _Phase.RUNNING:
             return
         self._phase = _Phase.ASKED
-        self._awaited = set(instances)
         self._interrupted = True
         self._because = because
         if self._session.orchestrator.state.trainer.phase is TrainerPhase.IDLE:
@@ -111,7 +108,7 @@ class Saver(Listener):
         self._reported(instance)
 
     def from_rollout(self, instance: int, message: ms.FromRollout) -> None:
-        if isinstance(message, ms.Prefixes):
+        if isinstance(message, ms.Prefixes) and message.asked:
             self._reported(instance)
 
     def from_trainer(self, message: ms.FromTrainer) -> None:
@@ -136,15 +133,17 @@ class Saver(Listener):
     def _hold(self) -> None:
         self._driver.hold()
         self._phase = _Phase.PREFIXES
+        self._awaited = set(self._session.orchestrator.state.fleet.instances)
         self._outside.to_every_rollout(ms.SavePrefixes())
         self._when_reported()
 
     def _reported(self, instance: int) -> None:
-        self._awaited.discard(instance)
-        self._when_reported()
+        if self._phase is _Phase.PREFIXES:
+            self._awaited.discard(instance)
+            self._when_reported()
 
     def _when_reported(self) -> None:
-        if self._phase is _Phase.PREFIXES and not self._awaited:
+        if not self._awaited:
             self._driver.freeze()
             self._phase = _Phase.SAVING
             self._save()

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, TextIO
@@ -28,6 +28,7 @@ from dora_rl.observe.placements import Placements
 from dora_rl.observe.timeline import Timeline
 from dora_rl.observe.trace import TraceFile
 from dora_rl.runtime import evaluation
+from dora_rl.runtime import messages as ms
 from dora_rl.runtime.bookkeeping import Bookkeeper
 from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.durability import Durability
@@ -75,6 +76,16 @@ class _Observer(Listener):
         self._observe(now, event, commands)
 
 
+class _Publications(Listener):
+    """Wants to know of each published version alone: by the first, the workers are open."""
+
+    def __init__(self, tell: Callable[[], object]) -> None:
+        self._tell = tell
+
+    def published(self, now: float, report: ms.Published) -> None:
+        self._tell()
+
+
 class _Journal(Listener):
     """Writes the journal; readable up to a step at the latest when its version is published."""
 
@@ -104,7 +115,8 @@ class Session:
         warmup_steps: int = 0,
     ) -> None:
         self.plan = plan
-        self.config = plan.config
+        # As it was opened: paths mean the same to a resume from elsewhere.
+        self.config = plan.config.model_copy(update={"task": plan.task.settings})
         settings = plan.config.settings()
         self.orchestrator = Orchestrator(settings)
         self.audit = Audit(settings)
@@ -117,7 +129,7 @@ class Session:
             _Observer(self.audit.observe),
             _Observer(self.collector.observe),
             self.books,
-            _Observer(self._tell_gaps),
+            _Publications(self._tell_gaps),
             *listeners,
         ]
         self.halted: Halt | None = None
@@ -154,7 +166,7 @@ class Session:
         """A resumed run writes its journal again, and only then replaces the old one."""
         self.directory = RunDirectory(self.plan.out)
         self._keep(Ledger.open(self.plan.out / LEDGER))
-        self._durability.check_versions()
+        self._durability.check_files()
         self._open_files(_SPARE_JOURNAL)
         self.halted = read_journal_again(
             self.plan.out, self.ledger.position, self.orchestrator, self.listeners
@@ -200,7 +212,15 @@ class Session:
         self.directory.write_bytes(METRICS_OF_STEPS, metrics)
         self._open_metrics()
         self._durability.ours = True
+        self._accept_changes()
         self.commit()
+        self._tell_gaps()
+
+    def _accept_changes(self) -> None:
+        """What was accepted as changed is what the run has from here on."""
+        parts = identity(self.config, self.plan.task, self.plan.model)["parts"]
+        if parts != self.ledger.facts["parts"]:
+            self.ledger.set_facts({**self.ledger.facts, "parts": parts})
 
     def _start_timeline(self) -> None:
         name = _SPARE_TRACE if self.plan.resumed else TRACE
@@ -302,14 +322,18 @@ class Session:
         records = read_records(self.plan.out / METRICS_OF_STEPS)
         return max((r.version for r in records if isinstance(r, EvalRecord)), default=-1)
 
-    def _tell_gaps(self, now: float, event: Event, commands: Sequence[Command]) -> None:
-        """Once, where the logs are, what the workers are not kept from; they run by then."""
+    def _tell_gaps(self) -> None:
+        """Once, where the logs are, what the workers are not kept from; they are open by then."""
         gaps = self.plan.task.gaps
-        if gaps and not self._told_gaps and self._durability.ours:
-            self._told_gaps = True
-            logs = self.plan.out / "logs"
+        if not gaps or self._told_gaps:
+            return
+        self._told_gaps = True
+        logs = self.plan.out / "logs"
+        with suppress(OSError):  # a run does not end for a note
             logs.mkdir(exist_ok=True)
-            (logs / "rewards.log").write_text(f"not kept from them here: {'; '.join(gaps)}\n")
+            (logs / "rewards.log").write_text(
+                f"rewards and environments are not kept from: {'; '.join(gaps)}\n"
+            )
 
     def _write_record(self, record: StepRecord | EvalRecord) -> None:
         assert self._metrics is not None, "nothing is trained before the run's files are ours"

@@ -121,9 +121,9 @@ def resume(
     with _named(run / CONFIG):
         config = _config_of(run, secrets)
         plan = prepare(config, prompts=prompts, reward=reward, **more)
-        now = identity(config, plan.task, plan.model)
-        given = config.model_dump(mode="json", exclude_unset=True)
-        check_same(run, facts, now, given, accept_changed)
+    now = identity(config, plan.task, plan.model)
+    given = config.model_dump(mode="json", exclude_unset=True)
+    check_same(run, facts, now, given, accept_changed)
     return replace(plan, out=run, resumed=True)
 
 

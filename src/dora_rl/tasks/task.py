@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -17,6 +18,7 @@ from dora_rl.tasks.names import label_of, name_of
 from dora_rl.tasks.prompts import Prompt, PromptStream, prompt_of
 from dora_rl.tasks.settings import TaskSettings
 from dora_rl.tasks.sources import open_source
+from dora_rl.tasks.workers.isolation import hidden_by
 from dora_rl.tasks.workers.pool import Pool
 from dora_rl.tasks.workers.scores import ScoreJob, ScorePool
 from dora_rl.tasks.workers.sessions import EnvironmentPool
@@ -39,7 +41,6 @@ class Task:
         encoder: Encoder | None,
         rewards: tuple[Part, ...],
         environment: Part | None,
-        writable: tuple[str, ...] = (),
     ) -> None:
         self.settings = settings
         self.stream = stream
@@ -47,7 +48,6 @@ class Task:
         self.rewards = rewards
         self._encoder = encoder
         self._environment = environment
-        self._writable = writable
         self.gaps: tuple[str, ...] = ()
         """What this system does not keep from the workers; known once some have been started."""
 
@@ -67,7 +67,7 @@ class Task:
 
         Without a model directory there is no encoder.
         """
-        writable = _directories(settings.writable)
+        settings = settings.model_copy(update={"writable": _directories(settings.writable)})
         rewards = reward_parts(settings.reward if reward is None else reward)
         environment = settings.environment if environment is None else environment
         if not rewards and environment is None:
@@ -97,7 +97,6 @@ class Task:
             environment=None
             if environment is None
             else Part(name=label_of(environment), function=environment),
-            writable=writable,
         )
 
     @property
@@ -139,18 +138,19 @@ class Task:
             "timeout_s": self.settings.reward_timeout_s,
             "memory_mb": self.settings.reward_memory_mb,
             "network": self.settings.reward_network,
-            "writable": self._writable,
+            "writable": self.settings.writable,
         }
 
     def _started(self, pool: _Pool) -> _Pool:
         self.gaps = tuple(dict.fromkeys((*self.gaps, *pool.isolation.gaps())))
         return pool
 
-    @property
+    @cached_property
     def fingerprints(self) -> dict[str, str]:
         """Digests of the prompts, the tokenizer with its template, the rewards, the environment.
 
-        Of a reward or an environment: its name, its options, and the file that it stands in.
+        Of a reward or an environment: its name, its options, and the file that it stands in. As
+        they were when they were first asked for: what a resume accepts is what it then records.
         """
         environment = [] if self._environment is None else [self._environment]
         return {
@@ -193,12 +193,18 @@ def reward_parts(reward: Any) -> tuple[Part, ...]:
 
 
 def _directories(names: Sequence[str]) -> tuple[str, ...]:
-    """Where workers may write, wherever they are: they have a working directory of their own."""
+    """Where workers may write, by names that mean the same to them and to a resume."""
     for name in names:
         if not os.path.isdir(name):
             raise TaskError(
                 f"task.writable must name directories that exist: `{name}` is none. "
                 "Make it, or leave it out."
+            )
+        place = hidden_by(os.path.realpath(name))
+        if place is not None:
+            raise TaskError(
+                f"task.writable must name directories that workers see: `{name}` is in `{place}`, "
+                "which is kept from them. Name one elsewhere."
             )
     return tuple(os.path.realpath(name) for name in names)
 

@@ -37,7 +37,7 @@ def check_files(directory: Path) -> Manifest:
         if found != entry.sha256:
             raise WeightsError(
                 f"`{directory / name}` has the sha256 `{found}`, the manifest has "
-                f"`{entry.sha256}`. Publish this version again."
+                f"`{entry.sha256}`: it was cut or altered."
             )
     return manifest
 

@@ -4,7 +4,6 @@ The first message says what it is to be. It ends when it is told to, when the dr
 when it cannot go on, and then says why.
 """
 
-import ctypes
 import os
 import signal
 import socket
@@ -13,13 +12,13 @@ import time
 import traceback
 from pathlib import Path
 
+from dora_rl import linux
 from dora_rl.config import validate
 from dora_rl.core.errors import UserError
 from dora_rl.runtime import messages as ms
 from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.local.channel import Channel, Gone
 
-_PR_SET_PDEATHSIG = 1
 _POLL_S = 0.05  # between two looks at a checkpoint that is being written
 _TELL_S = 1.0  # between two signs of progress
 
@@ -138,8 +137,7 @@ def _limit_threads(threads: int) -> None:
 
 def _die_with(driver: int) -> None:
     """Leave no orphan, whatever the driver dies of."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    linux.die_with_parent()
     if os.getppid() != driver:  # it died before we asked to die with it
         os._exit(1)
 

@@ -8,17 +8,21 @@ wait has an end that names the culprit. A run that is short of memory is stopped
 import os
 import selectors
 import time
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from dora_rl.core.commands import Command
 from dora_rl.core.errors import UserError
-from dora_rl.core.events import InstanceProgressed
+from dora_rl.core.events import Event, InstallFailed, InstanceProgressed
 from dora_rl.core.types import InstanceId
 from dora_rl.runtime import messages as ms
 from dora_rl.runtime.base import Runtime
 from dora_rl.runtime.errors import RunFailed
 from dora_rl.runtime.evaluation import EVALUATOR
+from dora_rl.runtime.listening import Listener
 from dora_rl.runtime.local.channel import Gone
 from dora_rl.runtime.local.processes import PartProcess
 from dora_rl.runtime.memory import Watch, remedy
@@ -47,11 +51,32 @@ class _Instance:
     expelled: str | None = None  # why the core wants no more of it
 
 
+class _Installs(Listener):
+    """Counts instances that were given up since they could not install a version."""
+
+    def __init__(self) -> None:
+        self._failed: set[str] = set()  # reasons, which name the version
+        self._given_up: Counter[str] = Counter()
+
+    def observed(self, now: float, event: Event, commands: Sequence[Command]) -> None:
+        if isinstance(event, InstallFailed):
+            self._failed.add(event.reason)
+
+    def given_up(self, reason: str | None) -> int:
+        """How often by now, for this reason."""
+        if reason is None or reason not in self._failed:
+            return 0
+        self._given_up[reason] += 1
+        return self._given_up[reason]
+
+
 class LocalRuntime(Runtime):
     """Carries a session's messages between processes."""
 
     def __init__(self, session: Session, memory: Watch | None = None) -> None:
         super().__init__(session)
+        self._installs = _Installs()
+        self.driver.listeners.append(self._installs)
         self._memory = memory or Watch(self._config.runtime.min_free_memory_mb)
         self._short: str | None = None  # of memory
         self._selector = selectors.DefaultSelector()
@@ -131,8 +156,7 @@ class LocalRuntime(Runtime):
 
     def _check_waits(self) -> None:
         if self._asked_to_stop and not self._saver.stopping:
-            joined = [i.name for i in self._instances.values() if i.joined]
-            self._saver.stop(joined, self._short)
+            self._saver.stop(self._short)
         if self._saver.stopping and self._stop_by is None:
             self._stop_by = self.now() + self._config.runtime.stop_timeout_s
         if not self._saver.done and self._stop_by is not None and self.now() > self._stop_by:
@@ -164,6 +188,8 @@ class LocalRuntime(Runtime):
         """Stop for want of memory, unless the run stops already."""
         if not self._asked_to_stop:
             self._short = f"{why}. {remedy(self._session.plan.out / CONFIG)}"
+            for listener in self.driver.listeners:
+                listener.must_end(self.now(), self._short)
             self.stop()
 
     def _killed_short(self, why: str) -> None:
@@ -307,8 +333,10 @@ class LocalRuntime(Runtime):
             not instance.expelled and self.now() - instance.started_at > _FEWEST_S
         )
         failures = 0 if served else instance.failures + 1
+        # It may well serve other versions until it is asked for the one that it cannot have.
+        failures = max(failures, self._installs.given_up(instance.expelled))
         if failures > _MOST_RESTARTS:
-            raise RunFailed(f"{why}, {failures} times in a row")
+            raise RunFailed(f"{why}, {failures} times")
         self._tell_replaced(why)
         self.driver.lost(instance.name, instance.incarnation, why)
         self._saver.lost(instance.name)

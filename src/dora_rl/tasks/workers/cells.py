@@ -16,7 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
-from dora_rl.tasks.workers import isolation, kernel
+from dora_rl import linux
+from dora_rl.tasks.workers import isolation
 
 Body = Callable[[isolation.Cell | None], object]
 
@@ -69,7 +70,7 @@ def start(body: Body, *, scratch: str, apart: bool, channel: int, closing: list[
         try:
             _close(closing)
             _forget_children()
-            kernel.die_with_parent()
+            linux.die_with_parent()
             if os.getppid() == nursery:  # else it died before we asked to die with it
                 body(None)
         finally:
@@ -110,7 +111,7 @@ def _help(
 ) -> NoReturn:
     """Only what is forked after `unshare` is inside, and who called it has no way back."""
     try:
-        if kernel.unshare(kernel.NEW_PIDS | kernel.NEW_MOUNTS | kernel.NEW_IPC):
+        if linux.unshare(linux.NEW_PIDS | linux.NEW_MOUNTS | linux.NEW_IPC):
             first = os.fork()
             if first == 0:
                 _be_first(body, scratch, channel, closing, tie)

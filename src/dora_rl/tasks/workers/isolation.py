@@ -16,9 +16,10 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
-from dora_rl.tasks.workers import kernel
+from dora_rl import linux
 from dora_rl.tasks.workers.wire import Isolation, Limits
 
 _LOCALE = (
@@ -38,6 +39,7 @@ _FILE_BYTES = 64 << 20
 _OPEN_FILES = 256
 _PROCESSES = 512
 _SCRATCH = "size=256m,nr_inodes=16384,mode=0700"  # a file system in memory: it ends by itself
+_PROCESSES_VIEW = "/proc"
 _SHARED_MEMORY = "/dev/shm"
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty")
 # Where people keep what opens something, in the home directory.
@@ -90,7 +92,7 @@ def forget_driver(keep: int) -> None:
     kept = clean_environment(os.environ)
     os.environ.clear()
     os.environ.update(kept)
-    kernel.wipe_start_environment(set(kept))
+    linux.wipe_start_environment(set(kept))
 
 
 def enter_nursery(limits: Limits) -> bool:
@@ -98,16 +100,16 @@ def enter_nursery(limits: Limits) -> bool:
 
     Whether it left the machine's network.
     """
-    kernel.refuse_privileges()
-    kernel.adopt_orphans()  # what a worker leaves behind can be found and killed
-    if not kernel.LINUX and not limits.network:
+    linux.refuse_privileges()
+    linux.adopt_orphans()  # what a worker leaves behind can be found and killed
+    if not linux.LINUX and not limits.network:
         block_sockets()
-    wanted = 0 if limits.network else kernel.NEW_NETWORK
+    wanted = 0 if limits.network else linux.NEW_NETWORK
     # Root needs no namespace of users; for others it is the key to all the rest.
-    if os.geteuid() == 0 and kernel.unshare(wanted):
+    if os.geteuid() == 0 and linux.unshare(wanted):
         return bool(wanted)
     user, group = os.getuid(), os.getgid()
-    if not kernel.unshare(wanted | kernel.NEW_USER):
+    if not linux.unshare(wanted | linux.NEW_USER):
         return False
     with suppress(OSError):
         _write("/proc/self/uid_map", f"{user} {user} 1")
@@ -118,17 +120,17 @@ def enter_nursery(limits: Limits) -> bool:
 
 def enter_cell(scratch: str) -> Cell:
     """For the first process of a worker's own namespaces; whatever is refused stays as it was."""
-    kernel.mount("", "/", kernel.RECURSIVE | kernel.PRIVATE)
-    safe = kernel.NO_SETUID | kernel.NO_DEVICES
-    own_view = kernel.mount("proc", "/proc", safe | kernel.NO_PROGRAMS)
-    kernel.mount("tmpfs", scratch, safe, _SCRATCH)
-    own_memory = kernel.mount("tmpfs", _SHARED_MEMORY, safe, _SCRATCH)
+    linux.mount("", "/", linux.RECURSIVE | linux.PRIVATE)
+    safe = linux.NO_SETUID | linux.NO_DEVICES
+    own_view = linux.mount("proc", _PROCESSES_VIEW, safe | linux.NO_PROGRAMS)
+    linux.mount("tmpfs", scratch, safe, _SCRATCH)
+    own_memory = linux.mount("tmpfs", _SHARED_MEMORY, safe, _SCRATCH)
     for path in _private_paths(os.environ):
         if os.path.isdir(path):
-            kernel.mount("tmpfs", path, safe | kernel.READ_ONLY, "size=4k,mode=0500")
+            linux.mount("tmpfs", path, safe | linux.READ_ONLY, "size=4k,mode=0500")
         elif os.path.isfile(path):
-            kernel.mount("", path, kernel.BIND, source=os.devnull)
-    return Cell(own_view, own_memory, kernel.limit_processes(_PROCESSES))
+            linux.mount("", path, linux.BIND, source=os.devnull)
+    return Cell(own_view, own_memory, linux.limit_processes(_PROCESSES))
 
 
 def _private_paths(environment: Mapping[str, str]) -> list[str]:
@@ -137,6 +139,14 @@ def _private_paths(environment: Mapping[str, str]) -> list[str]:
         *(os.path.join(home, name) for name in _PRIVATE if home),
         *(os.path.join(hub, name) for name in ("token", "stored_tokens") if hub),
     ]
+
+
+def hidden_by(path: str) -> str | None:
+    """The place that holds this real path, if a cell has something else there."""
+    for place in (_PROCESSES_VIEW, _SHARED_MEMORY, *_private_paths(os.environ)):
+        if Path(path).is_relative_to(os.path.realpath(place)):
+            return place
+    return None
 
 
 def enter_worker(
@@ -150,20 +160,20 @@ def enter_worker(
     resource.setrlimit(resource.RLIMIT_FSIZE, (_FILE_BYTES, _FILE_BYTES))
     _lower(resource.RLIMIT_NOFILE, _OPEN_FILES)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # an OSError instead of a death
-    if kernel.LINUX:
+    if linux.LINUX:
         _lower(resource.RLIMIT_AS, _mapped_bytes() + (limits.memory_mb << 20))
         with suppress(OSError):
             _write("/proc/self/oom_score_adj", "1000")  # rather we than the driver
     shared = [_SHARED_MEMORY] if cell and cell.own_memory else []
     # One that is gone by now must not be the end of all confinement.
     writable = filter(os.path.isdir, limits.writable)
-    confined = kernel.confine_writes([scratch, *shared, *writable], _DEVICES)
-    privileges = kernel.drop_capabilities()
-    filtered = kernel.filter_calls(sockets=limits.network)
+    confined = linux.confine_writes([scratch, *shared, *writable], _DEVICES)
+    privileges = linux.drop_capabilities()
+    filtered = linux.filter_calls(sockets=limits.network)
     return Isolation(
         network=_network(limits, alone, filtered),
         privileges="none" if privileges else "inherited",
-        memory="limited" if kernel.LINUX else "unlimited",
+        memory="limited" if linux.LINUX else "unlimited",
         processes="apart" if cell else "shared",
         forks="limited" if cell and cell.limited else "unlimited",
         writes="scratch" if confined else "anywhere",

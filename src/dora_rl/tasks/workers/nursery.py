@@ -15,10 +15,10 @@ from typing import NamedTuple, NoReturn, Protocol
 
 import msgspec
 
-from dora_rl import framing
+from dora_rl import framing, linux
 from dora_rl.core.errors import UserError
 from dora_rl.tasks.names import said
-from dora_rl.tasks.workers import cells, isolation, kernel, scratch
+from dora_rl.tasks.workers import cells, isolation, scratch
 from dora_rl.tasks.workers.wire import (
     Answer,
     Ended,
@@ -101,7 +101,7 @@ class Home(NamedTuple):
 
 def _try(home: Home) -> tuple[Isolation, bool]:
     """What a worker really gets here, and whether in namespaces: made, asked and let go."""
-    for apart in (True, False) if kernel.LINUX else (False,):
+    for apart in (True, False) if linux.LINUX else (False,):
         ours, theirs = socket.socketpair()
         number = theirs.detach()
 

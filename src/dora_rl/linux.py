@@ -12,7 +12,7 @@ import struct
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 LINUX = sys.platform == "linux"
 
@@ -194,13 +194,15 @@ def filter_calls(*, sockets: bool) -> bool:
 def can_watch_calls() -> bool:
     """Whether a process may answer for system calls of another (Linux 5.5)."""
     machine, sizes = _machine(), ctypes.create_string_buffer(6)
-    return machine is not None and _syscall(_libc(), machine.seccomp, _GET_SIZES, 0, sizes) == 0
+    if machine is None or _release() < (5, 5):
+        return False
+    return _syscall(_libc(), machine.seccomp, _GET_SIZES, 0, sizes) == 0
 
 
-def watch_disk_calls() -> int | None:
-    """From now on, what we and our children sync, or write at a place, waits for an answer.
+def watch_calls(names: Iterable[Literal["pwrite64", "fsync", "fdatasync"]]) -> int | None:
+    """From now on, these calls of ours and of our children wait for an answer.
 
-    The file descriptor that is returned is asked for these calls (`seccomp_unotify(2)`).
+    The file descriptor that is returned is asked for them (`seccomp_unotify(2)`).
     """
     machine = _machine()
     if machine is None or not refuse_privileges():
@@ -211,8 +213,8 @@ def watch_disk_calls() -> int | None:
         (_RETURN, 0, 0, _ALLOW),
         (_LOAD, 0, 0, _NUMBER),
     ]
-    for number in (machine.fsync, machine.fdatasync, machine.pwrite64):
-        steps += [(_IF_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ASK)]
+    for name in names:
+        steps += [(_IF_EQUAL, 0, 1, getattr(machine, name)), (_RETURN, 0, 0, _ASK)]
     steps.append((_RETURN, 0, 0, _ALLOW))
     with _program(steps) as program:
         listener = _syscall(_libc(), machine.seccomp, _SET_FILTER, _NEW_LISTENER, program)
