@@ -137,3 +137,33 @@ def test_every_module_says_what_it_is_for() -> None:
         if not ast.get_docstring(ast.parse(path.read_text()))
     ]
     assert silent == []
+
+
+def clocks(tree: ast.AST) -> list[str]:
+    """What can jump: the time of day, and imports that would hide where it is read."""
+    found = [
+        f"time.{node.attr}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and (node.value.id, node.attr) in {("time", "time"), ("time", "time_ns")}
+    ]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in ("time", "datetime"):
+            found.append(f"from {node.module}")
+        elif isinstance(node, ast.Import):
+            found += [f"import {a.name}" for a in node.names if a.name == "datetime"]
+    return found
+
+
+@pytest.mark.parametrize("folder", ["runtime", "tasks", "store", "weights", "engines", "trainer"])
+def test_a_run_does_not_read_the_time_of_day(folder: str) -> None:
+    found = {path.name: clocks(ast.parse(path.read_text())) for path in sources(folder)}
+    assert {name: reads for name, reads in found.items() if reads} == {}
+
+
+@pytest.mark.parametrize(
+    "breach", ["time.time()", "from time import time", "import datetime", "time.time_ns()"]
+)
+def test_the_check_of_clocks_can_fail(breach: str) -> None:
+    assert len(clocks(ast.parse(breach))) == 1

@@ -22,6 +22,7 @@ from dora_rl.core.events import (
     Event,
     InstanceFailed,
     InstanceJoined,
+    InstanceProgressed,
     TrajectoryFinished,
     WeightsPublished,
 )
@@ -77,15 +78,17 @@ class Killer(Listener):
         how: signal.Signals = signal.SIGKILL,
         *,
         again: bool = False,
+        counts: Callable[[Event], bool] = lambda event: isinstance(event, TrajectoryFinished),
     ) -> None:
         self.name = name
-        self.left = after
+        self.left = after  # of the events that count
+        self.counts = counts
         self.how = how
         self.again = again
         self.killed = 0
 
     def observed(self, now: float, event: Event, commands: Sequence[Command]) -> None:
-        self.left -= isinstance(event, TrajectoryFinished)
+        self.left -= self.counts(event)
         if self.left <= 0 and (self.again or not self.killed):
             for found in parts(self.name):
                 if found.pid != self.killed:
@@ -193,6 +196,10 @@ def test_a_trainer_that_hangs_is_replaced(model: Path, tmp_path: Path) -> None:
     assert_sound(run(model, tmp_path / "run", killer, **sections))
 
 
+def something_is_saved(event: Event) -> bool:
+    return isinstance(event, InstanceProgressed) and bool(event.saved)
+
+
 @pytest.mark.faults
 def test_a_rollout_process_that_hangs_is_replaced_and_its_work_goes_on(
     model: Path, tmp_path: Path
@@ -203,7 +210,7 @@ def test_a_rollout_process_that_hangs_is_replaced_and_its_work_goes_on(
         "orchestration": {"groups_per_step": 2, "group_size": 2, "heartbeat_timeout_s": 3.0},
         "run": {"steps": 2, "save_every_s": 0.02},
     }
-    killer = Killer("rollout-0", after=2, how=signal.SIGSTOP)
+    killer = Killer("rollout-0", how=signal.SIGSTOP, counts=something_is_saved)
     ended = run(model, tmp_path / "run", killer, **sections)
     assert_sound(ended)
     found = records(ended.directory)
