@@ -150,7 +150,8 @@ def clocks(tree: ast.AST) -> list[str]:
     ]
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module in ("time", "datetime"):
-            found.append(f"from {node.module}")
+            names = [alias.name for alias in node.names if alias.name != "timedelta"]
+            found += [f"from {node.module} import {name}" for name in names]
         elif isinstance(node, ast.Import):
             found += [f"import {a.name}" for a in node.names if a.name == "datetime"]
     return found
