@@ -17,6 +17,7 @@ class RunLock:
     """
 
     def __init__(self, path: Path) -> None:
+        self._holder = os.getpid()
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
@@ -27,7 +28,7 @@ class RunLock:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Padded over the last holder's: to cut the file first makes some file systems wait.
-            os.pwrite(self._fd, str(os.getpid()).ljust(_WIDTH).encode(), 0)
+            os.pwrite(self._fd, str(self._holder).ljust(_WIDTH).encode(), 0)
         except BlockingIOError:
             holder = os.pread(self._fd, _WIDTH, 0).decode("ascii", "replace").strip()
             os.close(self._fd)
@@ -46,4 +47,6 @@ class RunLock:
         """In a fork, closes the copy alone: the parent still has the lock."""
         fd, self._fd = self._fd, -1
         with suppress(OSError):  # a second time, or a fork that has closed its files
+            if os.getpid() == self._holder:
+                fcntl.flock(fd, fcntl.LOCK_UN)  # a fork may not have closed its copy yet
             os.close(fd)
