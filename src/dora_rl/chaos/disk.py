@@ -39,8 +39,6 @@ class Disk(threading.Thread):
         self._delay_s = 0.0
         self._full = False
         self._watching = False
-        self.answered = 0
-        self.refused = 0
         self.start()
 
     @property
@@ -83,12 +81,10 @@ class Disk(threading.Thread):
                 fcntl.ioctl(listener, _SEND, self._reply(number))
             except OSError:  # who asked was killed meanwhile
                 continue
-            self.answered += 1
 
     def _reply(self, number: int) -> bytes:
         if time.monotonic() < self._until:
             if self._full:
-                self.refused += 1
                 return struct.pack("=QqiI", number, 0, -errno.ENOSPC, 0)
             time.sleep(self._delay_s)
         return struct.pack("=QqiI", number, 0, 0, _GO_ON)

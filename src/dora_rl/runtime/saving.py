@@ -44,7 +44,7 @@ class Saver(Listener):
         self._awaited: set[int] = set()
         self._interrupted = False
         self._because: str | None = None  # it had to stop, though nobody asked for it
-        self._asked_for: Path | None = None  # what the trainer is saving
+        self._asked_for: set[Path] = set()  # what the trainer is saving
         self._version = max(0, session.orchestrator.state.versions.newest)
 
     @property
@@ -114,17 +114,16 @@ class Saver(Listener):
     def from_trainer(self, message: ms.FromTrainer) -> None:
         if not isinstance(message, ms.Saved):
             return
-        if Path(message.directory) == self._asked_for:
-            self._asked_for = None
+        directory = Path(message.directory)
+        if directory not in self._asked_for:
+            return  # said again: a later one may have taken its place by now
         if message.failure is not None:
-            raise RunFailed(f"no checkpoint in `{message.directory}`: {message.failure}")
-        self._session.checkpointed(Path(message.directory))
-        if self._phase is _Phase.SAVING and Path(message.directory) == self._directory:
-            self._phase = _Phase.DONE
+            raise RunFailed(f"no checkpoint in `{directory}`: {message.failure}")
+        self._saved(directory)
 
     def trainer_lost(self) -> None:
         """Whatever it was saving is not saved."""
-        self._asked_for = None
+        self._asked_for.clear()
         if self._phase is _Phase.SAVING:
             self._save()
 
@@ -154,10 +153,16 @@ class Saver(Listener):
 
     def _save(self) -> None:
         if self._directory.exists():  # this step was saved before
-            self.from_trainer(ms.Saved(str(self._directory)))
+            self._saved(self._directory)
             return
-        if self._asked_for == self._directory:  # the last step is one of those to be saved
+        if self._directory in self._asked_for:  # the last step is one of those to be saved
             return
-        self._asked_for = self._directory
+        self._asked_for.add(self._directory)
         self._session.checkpoints.mkdir(exist_ok=True)
         self._outside.to_trainer(ms.Save(str(self._directory)))
+
+    def _saved(self, directory: Path) -> None:
+        self._asked_for.discard(directory)
+        self._session.checkpointed(directory)
+        if self._phase is _Phase.SAVING and directory == self._directory:
+            self._phase = _Phase.DONE

@@ -90,7 +90,6 @@ class LocalRuntime(Runtime):
         self._trainer_ready = False
         self._trainer_served = False  # one was ready, once
         self._trainer_asked: set[tuple[str, int] | None] = set()  # not answered yet
-        self._saves_asked: set[str] = set()
         self._trainer_heard_at = 0.0
         self._trainer_hung: str | None = None
         self._trainer_failures = 0  # deaths since a step was taken
@@ -282,10 +281,6 @@ class LocalRuntime(Runtime):
                 return
             case ms.TrainerReady():
                 self._trainer_ready = self._trainer_served = True
-            case ms.Saved():
-                if message.directory not in self._saves_asked:
-                    return  # said again: a later one may have taken its place by now
-                self._saves_asked.remove(message.directory)
             case ms.Redone() if message.failure is not None:
                 raise RunFailed(f"step {message.step} could not be taken again: {message.failure}")
             case ms.Trained() | ms.Rejected():
@@ -398,8 +393,6 @@ class LocalRuntime(Runtime):
             if not self._trainer_asked:
                 self._trainer_heard_at = self.now()
             self._trainer_asked.add(_question(message))
-        else:
-            self._saves_asked.add(message.directory)
         self._send(self._trainer, message)
 
     def expel(self, instance: InstanceId, incarnation: int, reason: str) -> None:
