@@ -14,51 +14,62 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Literal, NamedTuple
 
-LINUX = sys.platform == "linux"
+from dora_rl.machine.fast_paths import Unavailable, fast_path, on_linux
 
 NEW_MOUNTS, NEW_IPC, NEW_USER = 0x20000, 0x8000000, 0x10000000
 NEW_PIDS, NEW_NETWORK = 0x20000000, 0x40000000
 READ_ONLY, NO_SETUID, NO_DEVICES, NO_PROGRAMS = 1, 2, 4, 8
 BIND, RECURSIVE, PRIVATE = 1 << 12, 1 << 14, 1 << 18
 
+_PR_GET_PDEATHSIG = 2
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
 _CAPABILITY_VERSION_3 = 0x20080522
 
 
 def unshare(what: int) -> bool:
     """Leave what is shared with others, such as the network, for one of our own."""
-    return LINUX and bool(_libc().unshare(what) == 0)
+    return on_linux() and bool(_libc().unshare(what) == 0)
 
 
 def mount(kind: str, target: str, flags: int = 0, options: str = "", source: str = "") -> bool:
     """Mount a file system of this kind, or with `BIND` the source, on a directory or file."""
-    if not LINUX:
+    if not on_linux():
         return False
     words = (source or kind or "none", target, kind or None)
     arguments = [None if word is None else os.fsencode(word) for word in words]
     return bool(_libc().mount(*arguments, ctypes.c_ulong(flags), os.fsencode(options)) == 0)
 
 
+@fast_path("parent-death")
+def parent_death() -> tuple[str, int]:
+    """Whether a process can ask to be ended with its parent."""
+    if not on_linux():
+        raise Unavailable("not Linux")
+    if _libc().prctl(_PR_GET_PDEATHSIG, ctypes.byref(ctypes.c_int()), 0, 0, 0):
+        raise Unavailable("the kernel refuses PR_SET_PDEATHSIG")
+    return "PR_SET_PDEATHSIG", 0
+
+
 def die_with_parent() -> None:
-    if LINUX:
+    if parent_death().in_force:
         _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def adopt_orphans() -> None:
     """What our descendants leave behind becomes our child."""
-    if LINUX:
+    if on_linux():
         _libc().prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def refuse_privileges() -> bool:
     """No program that is started from here gets more than we have."""
-    return LINUX and bool(_libc().prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0)
+    return on_linux() and bool(_libc().prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0)
 
 
 def drop_capabilities() -> bool:
     """Root without its powers: it cannot join another network, or read another's memory."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
-    return LINUX and bool(_libc().capset(header, (ctypes.c_uint32 * 6)()) == 0)
+    return on_linux() and bool(_libc().capset(header, (ctypes.c_uint32 * 6)()) == 0)
 
 
 # Landlock: https://docs.kernel.org/userspace-api/landlock.html
@@ -78,7 +89,7 @@ def confine_writes(directories: Iterable[str], files: Iterable[str]) -> bool:
     It also cannot reach into processes outside: not by ptrace, nor through /proc, nor, from
     Linux 6.12 on, by a signal.
     """
-    if not LINUX:
+    if not on_linux():
         return False
     libc = _libc()
     edition = _syscall(libc, _LANDLOCK_CREATE, None, 0, _LANDLOCK_VERSION)
@@ -191,12 +202,15 @@ def filter_calls(*, sockets: bool) -> bool:
         return bool(_libc().prctl(_PR_SET_SECCOMP, _SECCOMP_FILTER, program, 0, 0) == 0)
 
 
-def can_watch_calls() -> bool:
+@fast_path("call-watch")
+def call_watch() -> tuple[str, int]:
     """Whether a process may answer for system calls of another (Linux 5.5)."""
     machine, sizes = _machine(), ctypes.create_string_buffer(6)
-    if machine is None or _release() < (5, 5):
-        return False
-    return _syscall(_libc(), machine.seccomp, _GET_SIZES, 0, sizes) == 0
+    if machine is None:
+        raise Unavailable(f"not Linux on {', '.join(_MACHINES)}")
+    if _release() < (5, 5) or _syscall(_libc(), machine.seccomp, _GET_SIZES, 0, sizes):
+        raise Unavailable("the kernel has no seccomp_unotify")
+    return "seccomp_unotify", 0
 
 
 def watch_calls(names: Iterable[Literal["pwrite64", "fsync", "fdatasync"]]) -> int | None:
@@ -222,7 +236,7 @@ def watch_calls(names: Iterable[Literal["pwrite64", "fsync", "fdatasync"]]) -> i
 
 
 def _machine() -> _Machine | None:
-    return _MACHINES.get(os.uname().machine) if LINUX and sys.maxsize > 2**32 else None
+    return _MACHINES.get(os.uname().machine) if on_linux() and sys.maxsize > 2**32 else None
 
 
 @contextmanager
@@ -234,7 +248,7 @@ def _program(steps: list[tuple[int, int, int, int]]) -> Iterator[bytes]:
 
 def wipe_start_environment(keep: set[str]) -> None:
     """Overwrite what /proc/self/environ shows, also of variables that were changed since."""
-    if not LINUX:
+    if not on_linux():
         return
     with open("/proc/self/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
@@ -250,7 +264,7 @@ def wipe_start_environment(keep: set[str]) -> None:
 def limit_processes(count: int) -> bool:
     """At most so many at once in our own namespace of processes; only for its first."""
     # Before this release the number is that of the whole machine, and must not be touched.
-    if not LINUX or os.getpid() != 1 or _release() < (6, 14):
+    if not on_linux() or os.getpid() != 1 or _release() < (6, 14):
         return False
     with suppress(OSError), open("/proc/sys/kernel/pid_max", "w", encoding="ascii") as file:
         file.write(str(count))

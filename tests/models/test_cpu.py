@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from dora_rl.machine import processor
+from dora_rl.machine.fast_paths import PORTABLE
 from dora_rl.models import cpu
 
-OURS = (cpu.MARKER, cpu.LIMIT, cpu.LIMIT_BEFORE)
+OURS = (cpu.MARKER, cpu.LIMIT, cpu.LIMIT_BEFORE, PORTABLE)
 MATMUL = """
 import torch
 x, w = (torch.ones(rows, 576, dtype=torch.bfloat16) for rows in (32, 960))
@@ -19,6 +21,8 @@ assert bool((torch.nn.functional.linear(x, w) == 576).all())
 """
 GUARDED = f"""
 import json, os, sys
+from dora_rl.machine import processor
+from dora_rl.machine.fast_paths import PORTABLE
 from dora_rl.models import cpu
 said = cpu.guard()
 assert "torch" not in sys.modules
@@ -57,7 +61,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MutableMapping[s
     (tmp_path / "cpuinfo").write_text(AMX)
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setattr(cpu, "_CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(processor, "_CPUINFO", tmp_path / "cpuinfo")
     return os.environ
 
 
@@ -132,8 +136,27 @@ def test_a_machine_without_amx_is_left_alone(
 ) -> None:
     trial_ends("kill -ILL $$")
     if info is None:
-        cpu._CPUINFO.unlink()
+        processor._CPUINFO.unlink()
     else:
-        cpu._CPUINFO.write_text(info)
+        processor._CPUINFO.write_text(info)
     assert cpu.guard() is None
     assert not set(OURS) & machine.keys()
+
+
+def test_the_portable_way_leaves_onednn_what_every_laptop_has(
+    machine: MutableMapping[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial_ends("exit 0")
+    monkeypatch.setenv(PORTABLE, "1")
+    assert cpu.guard() is None
+    assert machine[cpu.LIMIT] == cpu.PLAIN and cpu.MARKER not in machine
+    assert not cpu.amx().in_force
+
+
+def test_a_limit_of_the_users_stays_in_the_portable_way(
+    machine: MutableMapping[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PORTABLE, "1")
+    monkeypatch.setenv(cpu.LIMIT, "SSE41")
+    assert cpu.guard() is None
+    assert machine[cpu.LIMIT] == "SSE41"

@@ -15,7 +15,7 @@ from dora_rl.chaos.wounds import Wounds
 from dora_rl.config import dump_toml, merged
 from dora_rl.core.audit import AuditReport, audit_journal
 from dora_rl.core.errors import UserError
-from dora_rl.linux import can_watch_calls
+from dora_rl.linux import call_watch
 from dora_rl.runtime.errors import RunFailed
 from dora_rl.runtime.recording import StepRecord, read_records
 from dora_rl.runtime.train import read_config
@@ -50,7 +50,7 @@ class Plan:
         for name in self.faults:
             if name not in FAULTS:
                 raise UserError(f"no such fault: `{name}`. There are {', '.join(FAULTS)}.")
-            if name in OF_THE_DISK and not can_watch_calls():
+            if name in OF_THE_DISK and not call_watch().in_force:
                 raise UserError(
                     f"`{name}` needs Linux 5.5 on x86-64 or ARM. Name the others with --faults."
                 )

@@ -11,13 +11,15 @@ import signal
 import subprocess
 import sys
 from enum import StrEnum
-from pathlib import Path
+
+from dora_rl.machine import processor
+from dora_rl.machine.fast_paths import Unavailable, fast_path, portable
 
 MARKER = "DORA_RL_AMX"  # how the trial went, for the processes that this one starts
 LIMIT = "ONEDNN_MAX_CPU_ISA"  # oneDNN reads it at its first use, children inherit it
 LIMIT_BEFORE = "DNNL_MAX_CPU_ISA"  # the older name of the same, which oneDNN still reads
 WITHOUT_AMX = "AVX512_CORE_BF16"
-_CPUINFO = Path("/proc/cpuinfo")
+PLAIN = "AVX2"  # what the portable way leaves to oneDNN
 _TIMEOUT_S = 120.0  # nearly all of it the import of torch: 1 s, more from a cold disk
 _NO_TORCH = 3
 # What a processor or an allocator does to a process, as opposed to a user or the OOM killer.
@@ -49,6 +51,9 @@ def guard() -> str | None:
     """
     if LIMIT in os.environ or LIMIT_BEFORE in os.environ:
         return None
+    if portable():
+        os.environ[LIMIT] = PLAIN
+        return None
     known = os.environ.get(MARKER)
     amx: str
     if known is None:
@@ -69,16 +74,24 @@ def guard() -> str | None:
     return None
 
 
+@fast_path("amx")
+def amx() -> tuple[str, int]:
+    """Whether oneDNN multiplies by AMX here."""
+    guard()
+    known, limit = os.environ.get(MARKER), os.environ.get(LIMIT, os.environ.get(LIMIT_BEFORE))
+    if known == Amx.BROKEN:
+        raise Unavailable("the processor advertises it, and dies of it")
+    if limit is not None:
+        raise Unavailable(f"{LIMIT} is `{limit}`")
+    if not _advertised():
+        raise Unavailable("the processor does not have it")
+    if known != Amx.WORKS:
+        raise Unavailable("it could not be tried")
+    return "a bf16 product was right", 0
+
+
 def _advertised() -> bool:
-    if not sys.platform.startswith("linux") or not sys.executable:
-        return False
-    try:
-        with open(_CPUINFO, encoding="ascii", errors="replace") as file:
-            # One processor tells for all, and a big machine lists hundreds.
-            flags = next((line for line in file if line.startswith("flags")), "")
-    except OSError:
-        return False
-    return "amx_tile" in flags.split()
+    return bool(sys.executable) and "amx_tile" in processor.flags()
 
 
 def _try() -> tuple[Amx, str]:

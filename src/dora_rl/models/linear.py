@@ -2,7 +2,8 @@
 
 Activations are fp32 everywhere; a form decides for itself in which precision it multiplies.
 
-    mapped   the file's own memory: no second copy, and the slowest
+    mapped   the file's own memory: no second copy, and the slowest; where bf16 products are slow,
+             slices of the weights are converted on their way
     packed   an fp32 copy for many rows and, for bf16 weights, an oneDNN-ordered bf16 copy for
              few: reading half the bytes wins while the product is bound by memory
     tiled    an fp32 copy, always multiplied in tiles of the same number of rows, so that a
@@ -21,8 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dora_rl.machine.fast_paths import Unavailable, fast_path
+
 TILE_ROWS = 16  # a tile of fewer wastes the cores, of more a lone row's time
 _NARROW_CANDIDATES = (64, 32, 16, 8, 1)
+_ANY_ROWS = 1 << 31
+_SLICE_NUMBERS = 1 << 18  # of a mapped weight converted at once: 1 MB in fp32, which a cache holds
+_TRIAL_SHAPE = (576, 3072)  # inputs and outputs of the trials: the widest product of SmolLM2-135M
 
 
 class Layout(StrEnum):
@@ -43,10 +49,16 @@ class Mapped:
     def __init__(self, weights_OI: Sequence[Tensor], biases_O: Sequence[Tensor] | None) -> None:
         self._weights = list(weights_OI)
         self._biases = list(biases_O) if biases_O else [None] * len(self._weights)
+        bf16 = self._weights[0].dtype == torch.bfloat16
+        self._rows_as_they_are = bf16_products().value if bf16 else _ANY_ROWS
 
     def __call__(self, x_RI: Tensor) -> Tensor:
-        x_RI = x_RI.to(self._weights[0].dtype)
-        parts = [F.linear(x_RI, w, b) for w, b in zip(self._weights, self._biases, strict=True)]
+        pairs = zip(self._weights, self._biases, strict=True)
+        if x_RI.shape[0] <= self._rows_as_they_are:
+            x_RI = x_RI.to(self._weights[0].dtype)
+            parts = [F.linear(x_RI, weight, bias) for weight, bias in pairs]
+        else:
+            parts = [_converted_product(x_RI, weight, bias) for weight, bias in pairs]
         return (parts[0] if len(parts) == 1 else torch.cat(parts, -1)).float()
 
 
@@ -107,34 +119,68 @@ def make_linear(
             return Tiled(weights_OI, biases_O)
 
 
-def narrow_rows_of_this_machine(inputs: int, outputs: int) -> int:
+@fast_path("onednn-order")
+def onednn_order(inputs: int = _TRIAL_SHAPE[0], outputs: int = _TRIAL_SHAPE[1]) -> tuple[str, int]:
     """Up to how many rows bf16 beats fp32 here, for weights of this shape. Takes ~50 ms.
 
     Depends on the machine by an order of magnitude: with AMX bf16 always wins, without any
     bf16 instruction it never does.
     """
-    generator = torch.Generator().manual_seed(0)
-    # Several, so that they come from memory and not from the cache, as in a decoder.
-    copies = max(1, min(8, (64 << 20) // (inputs * outputs * 4)))
-    weights = [torch.randn(outputs, inputs, generator=generator).bfloat16() for _ in range(copies)]
-    wide = [w.float().t().contiguous() for w in weights]
-    narrow = [_onednn_order(w) for w in weights]
+    weights = _trial_weights(inputs, outputs)
+    narrow = [_onednn_order(weight) for weight in weights]
+    wide = [weight.float().t().contiguous() for weight in weights]
     for rows in _NARROW_CANDIDATES:
-        x = torch.randn(rows, inputs, generator=generator)
-        in_bf16 = _best_time([partial(_narrow_product, x, w) for w in narrow])
-        in_fp32 = _best_time([partial(torch.mm, x, w) for w in wide])
+        x_RI = torch.ones(rows, inputs)
+        in_bf16 = best_time([partial(_narrow_product, x_RI, weight) for weight in narrow])
+        in_fp32 = best_time([partial(torch.mm, x_RI, weight) for weight in wide])
         if in_bf16 < in_fp32:
-            return rows
-    return 0
+            gain = in_fp32 / in_bf16
+            return f"up to {rows} rows, {gain:.1f} x as fast as fp32 there", rows
+    raise Unavailable(f"slower than fp32: {in_fp32 / in_bf16:.1f} x as fast with one row")
 
 
-def _best_time(calls: Sequence[Callable[[], Tensor]], repeats: int = 3) -> float:
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.perf_counter()
-        for call in calls:
-            call()
-        best = min(best, time.perf_counter() - start)
+@fast_path("bf16-products")
+def bf16_products() -> tuple[str, int]:
+    """Up to how many rows bf16 weights are multiplied faster as they are than converted."""
+    weights = _trial_weights(*_TRIAL_SHAPE)[:2]  # where bf16 is slow, it is by far
+    gains: list[float] = []
+    for rows in reversed(_NARROW_CANDIDATES):
+        x_RI = torch.ones(rows, _TRIAL_SHAPE[0])
+        in_bf16 = best_time([partial(F.linear, x_RI.bfloat16(), weight) for weight in weights])
+        in_fp32 = best_time([partial(_converted_product, x_RI, w, None) for w in weights])
+        gains.append(in_fp32 / in_bf16)
+        if in_bf16 > in_fp32:
+            break
+    else:
+        return f"{gains[-1]:.1f} x as fast as converted to fp32", _ANY_ROWS
+    found = f"{gains[-1]:.2f} x as fast as converted to fp32 with {rows} rows"
+    if len(gains) == 1:
+        raise Unavailable(found)
+    best = _NARROW_CANDIDATES[1 - len(gains)]
+    return f"up to {best} rows; {found}", best
+
+
+def _trial_weights(inputs: int, outputs: int) -> list[Tensor]:
+    """Several, so that they come from memory and not from the cache, as in a decoder."""
+    copies = max(1, min(8, (64 << 20) // (inputs * outputs * 4)))
+    return [torch.ones(outputs, inputs, dtype=torch.bfloat16) for _ in range(copies)]
+
+
+def best_time(calls: Sequence[Callable[[], Tensor]], repeats: int = 5) -> float:
+    """Seconds that all of the calls take on one thread, the best of a few times.
+
+    One, since threads that wait for each other on a busy machine measure its other work.
+    """
+    best, threads = float("inf"), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for _ in range(repeats):
+            start = time.perf_counter()
+            for call in calls:
+                call()
+            best = min(best, time.perf_counter() - start)
+    finally:
+        torch.set_num_threads(threads)
     return best
 
 
@@ -145,6 +191,15 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
 def _onednn_order(weight_OI: Tensor) -> Tensor:
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), TILE_ROWS)
     return packed
+
+
+def _converted_product(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    """The product in fp32, the weights converted by slices that stay in the cache."""
+    height = max(1, _SLICE_NUMBERS // weight_OI.shape[1])
+    starts = range(0, weight_OI.shape[0], height)
+    slices = [torch.mm(x_RI, weight_OI[at : at + height].float().t()) for at in starts]
+    out_RO = torch.cat(slices, -1)
+    return out_RO if bias_O is None else out_RO.add_(bias_O)
 
 
 def _narrow_product(x_RI: Tensor, packed: Tensor) -> Tensor:

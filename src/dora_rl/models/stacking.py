@@ -10,8 +10,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dora_rl.machine.fast_paths import Unavailable, fast_path
 from dora_rl.models.decoder import Decoder, Layer
-from dora_rl.models.linear import Linear, Packed
+from dora_rl.models.linear import Linear, Packed, best_time
+
+_TRIAL_SHAPE = (4, 16, 128)  # versions, rows of each, and both sides of a square weight
+_TRIAL_PRODUCTS = 28  # of one step: four of each of seven layers
 
 
 class Stacked:
@@ -30,6 +34,23 @@ class Stacked:
         if self._bias_V1O is None:
             return torch.bmm(x_VMI, self._weight_VIO).flatten(0, 1)
         return torch.baddbmm(self._bias_V1O, x_VMI, self._weight_VIO).flatten(0, 1)
+
+
+@fast_path("stacked-steps")
+def stacked_steps() -> tuple[str, int]:
+    """Whether one batched product of several small versions beats one product of each."""
+    versions, rows, size = _TRIAL_SHAPE
+    x_VMI, weight_VIO = torch.ones(versions, rows, size), torch.ones(versions, size, size)
+
+    def one_by_one() -> Tensor:
+        return torch.cat([torch.mm(x_VMI[v], weight_VIO[v]) for v in range(versions)])
+
+    apart = best_time([one_by_one] * _TRIAL_PRODUCTS)
+    together = best_time([lambda: torch.bmm(x_VMI, weight_VIO)] * _TRIAL_PRODUCTS)
+    found = f"{apart / together:.1f} x as fast as one after the other, {versions} versions"
+    if together > apart:
+        raise Unavailable(found)
+    return found, 0
 
 
 def stack(decoders: Sequence[Decoder]) -> Decoder:

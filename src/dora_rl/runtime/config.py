@@ -4,7 +4,6 @@ Each part declares its own section; here they meet. Free of torch, so that a mis
 before anything heavy is imported.
 """
 
-import os
 from dataclasses import asdict, replace
 from typing import Any, Literal, NamedTuple
 
@@ -14,6 +13,7 @@ from dora_rl.algorithms.settings import AlgorithmSettings, check
 from dora_rl.config import ConfigModel
 from dora_rl.core.paradigms import PARADIGMS
 from dora_rl.core.settings import Settings
+from dora_rl.machine import processor
 from dora_rl.tasks.settings import TaskSettings
 from dora_rl.trainer.settings import Behaviour, TrainSettings
 
@@ -202,7 +202,7 @@ class RunConfig(ConfigModel):
 
     def threads(self, cores: int | None = None) -> Threads:
         """Threads of each process, so that those that run at once do not fight for cores."""
-        cores = cores or len(os.sched_getaffinity(0))
+        cores = cores or processor.cores()
         runtime = self.runtime
         train = runtime.train_threads or self.train.threads
         if train is None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from dora_rl.core.errors import UserError
+from dora_rl.machine.fast_paths import Unavailable, fast_path
 
 MB = 1 << 20
 _ROOT = Path("/")
@@ -184,6 +185,19 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit()
 
 
+@fast_path("memory-watch")
+def memory_watch() -> tuple[str, int]:
+    """Whether the system tells how much memory is left."""
+    found = left()
+    if found is None:
+        raise Unavailable("the system does not tell how much memory is left")
+    return str(found), 0
+
+
+def _untold() -> None:
+    """Where the system does not tell."""
+
+
 # The verdict
 
 
@@ -198,18 +212,19 @@ class Watch:
         self,
         bound_mb: int,
         *,
-        read: Callable[[], Left | None] = left,
-        kills: Callable[[], int | None] = oom_kills,
+        read: Callable[[], Left | None] | None = None,
+        kills: Callable[[], int | None] | None = None,
         every_s: float = _LOOK_S,
     ) -> None:
         """A bound of 0 watches nothing."""
         self.bound_mb = bound_mb
-        self._read = read
-        self._kills = kills
+        told = memory_watch().in_force
+        self._read = read or (left if told else _untold)
+        self._kills = kills or (oom_kills if told else _untold)
         self._every_s = every_s
         self._looked_at: float | None = None
         self._low: Left | None = None  # what the last look found, if it was below the bound
-        self._counted = kills() or 0  # at the last look
+        self._counted = self._kills() or 0  # at the last look
         self._explained = self._counted  # these explain no death any more
         self.deaths = 0
         """Parts that the kernel has killed."""

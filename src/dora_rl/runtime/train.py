@@ -19,6 +19,7 @@ from dora_rl.config.redaction import hidden_keys
 from dora_rl.core.audit import AuditReport
 from dora_rl.core.errors import UserError
 from dora_rl.extras import require
+from dora_rl.machine.trials import in_child
 from dora_rl.observe.metrics import Summary
 from dora_rl.runtime.base import Runtime
 from dora_rl.runtime.config import RunConfig
@@ -32,6 +33,7 @@ from dora_rl.runtime.session import Ending, Plan, Session
 from dora_rl.store.ledger import Ledger
 from dora_rl.store.rundir import CONFIG, LEDGER, METRICS_OF_STEPS, checkpoints_in
 from dora_rl.tasks.task import Task
+from dora_rl.trainer.settings import Dtype
 
 USER = "dora-rl train"
 
@@ -79,6 +81,7 @@ def prepare(
     """Check all that can be checked before anything is started or written."""
     require(USER, "engine", "train")
     model = find_model(config.model.path)
+    config = _with_dtype(config)
     task = Task.open(
         config.task,
         model_directory=model,
@@ -90,6 +93,15 @@ def prepare(
     )
     out = Path(config.run.out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
     return Plan(config, model, task, out)
+
+
+def _with_dtype(config: RunConfig) -> RunConfig:
+    """`auto` is measured once, before the run: a step taken again must come out the same."""
+    if config.train.dtype != "auto":
+        return config
+    bf16 = in_child(["bf16-training"])["bf16-training"].in_force
+    dtype = Dtype.BFLOAT16 if bf16 else Dtype.FLOAT32
+    return config.model_copy(update={"train": config.train.model_copy(update={"dtype": dtype})})
 
 
 def resume(

@@ -38,6 +38,7 @@ class Policy(nn.Module):
         self.value_head: nn.Linear | None = None
         self._temperature = temperature
         self._chunk = train.logprob_chunk
+        assert train.dtype != "auto", "whoever plans the run chooses"
         self._bf16 = train.dtype is Dtype.BFLOAT16
 
     def add_value_head(self, seed: int) -> None:

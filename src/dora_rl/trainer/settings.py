@@ -1,6 +1,7 @@
 """What a user may set of training. Nothing here needs torch."""
 
 from enum import StrEnum
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -47,8 +48,10 @@ class TrainSettings(ConfigModel):
     token_budget: int = Field(
         default=2048, ge=1, description="tokens of one forward pass, padding included"
     )
-    dtype: Dtype = Field(
-        default=Dtype.FLOAT32, description="of compute; weights and optimizer stay float32"
+    dtype: Dtype | Literal["auto"] = Field(
+        default=Dtype.FLOAT32,
+        description="of compute; weights and optimizer stay float32; `auto`: what is faster where "
+        "the run starts",
     )
     publish_dtype: Dtype | None = Field(
         default=None, description="of published weights; else the model's own"

@@ -4,6 +4,8 @@ import pytest
 
 from dora_rl.engines.base import Request, Sampled, Sampling
 from dora_rl.engines.embedded import EmbeddedEngine, EngineSettings
+from dora_rl.engines.embedded import engine as module
+from dora_rl.machine.fast_paths import Trial
 from tests.engines.embedded.harness import Models
 
 SAMPLING = Sampling(max_tokens=8, ignore_eos=True)
@@ -12,6 +14,12 @@ SAMPLING = Sampling(max_tokens=8, ignore_eos=True)
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("stacked"), "qwen3")
+
+
+@pytest.fixture(autouse=True)
+def stacked_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this machine is better at."""
+    monkeypatch.setattr(module, "stacked_steps", lambda: Trial(True, "as the test says"))
 
 
 def run(
@@ -60,3 +68,15 @@ def test_what_comes_out_is_the_same(
         for trajectory, (tokens, logprobs) in alone.items():
             assert together[trajectory][0] == tokens
             assert together[trajectory][1] == pytest.approx(logprobs, abs=1e-4)
+
+
+def test_versions_are_stepped_apart_where_that_is_faster(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together, _ = run(models, {0: 4, 1: 3}, monkeypatch)
+    monkeypatch.setattr(module, "stacked_steps", lambda: Trial(False, "slower here"))
+    apart, stacked = run(models, {0: 4, 1: 3}, monkeypatch)
+    assert stacked == 0
+    assert {id_: tokens for id_, (tokens, _) in apart.items()} == {
+        id_: tokens for id_, (tokens, _) in together.items()
+    }

@@ -43,7 +43,8 @@ from dora_rl.engines.rates import Rates
 from dora_rl.models import cpu
 from dora_rl.models.config import ModelConfig, read_config
 from dora_rl.models.decoder import Decoder, build
-from dora_rl.models.linear import Layout, narrow_rows_of_this_machine
+from dora_rl.models.linear import Layout, onednn_order
+from dora_rl.models.stacking import stacked_steps
 from dora_rl.models.tokenizer import StopStrings, Tokenizer, load_tokenizer
 from dora_rl.weights.loading import open_version
 
@@ -86,7 +87,6 @@ class EmbeddedEngine:
         self._forwarder = Forwarder(config, self._pool, exact=exact)
         self._live: dict[Version, _Live] = {}
         self._small = False  # so that a step is bound by the number of operations
-        self._narrow_rows: int | None = None
         self._stops: dict[TrajectoryId, StopStrings] = {}
         self._plan: tuple[list[Sampling], SamplingPlan] | None = None
         self._rates = Rates()
@@ -118,8 +118,10 @@ class EmbeddedEngine:
         check_tensors(self.config, directory, weights.tensors)
         nbytes = sum(tensor.nbytes for tensor in weights.tensors.values())
         layout = self.settings.layout_for(nbytes)
+        in_bf16 = any(tensor.dtype == torch.bfloat16 for tensor in weights.tensors.values())
+        narrow = self._narrow_rows() if in_bf16 and layout is Layout.PACKED else 0
         with torch.inference_mode():
-            decoder = build(self.config, weights.tensors, layout, narrow_rows=self._narrow(layout))
+            decoder = build(self.config, weights.tensors, layout, narrow_rows=narrow)
         self._live[version] = _Live(decoder, weights.digest)
         self._small = layout is Layout.PACKED and nbytes <= _STACKED_BYTES
         self._restack()
@@ -259,7 +261,7 @@ class EmbeddedEngine:
         return {version: live.decoder for version, live in self._live.items()}
 
     def _restack(self) -> None:
-        several = self._small and len(self._live) > 1
+        several = self._small and len(self._live) > 1 and stacked_steps().in_force
         with torch.inference_mode():
             self._forwarder.stack(self._decoders() if several else {})
 
@@ -358,11 +360,6 @@ class EmbeddedEngine:
                 "Install it first."
             ) from None
 
-    def _narrow(self, layout: Layout) -> int:
-        if layout is not Layout.PACKED:
-            return 0
-        if self._narrow_rows is None:
-            self._narrow_rows = narrow_rows_of_this_machine(
-                self.config.hidden_size, 2 * self.config.intermediate_size
-            )
-        return self._narrow_rows
+    def _narrow_rows(self) -> int:
+        """Rows up to which weights in bf16 are multiplied as such."""
+        return onednn_order(self.config.hidden_size, 2 * self.config.intermediate_size).value

@@ -15,16 +15,20 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
     birth = msgspec.msgpack.decode(nursery.read_frame(control), type=Birth)
-    sys.path[:] = birth.path
-    # The driver's search path came as PYTHONPATH; programs that rewards start get the user's.
-    os.environ.pop("PYTHONPATH", None)
-    if birth.environment_path is not None:
-        os.environ["PYTHONPATH"] = birth.environment_path
+    enter_path(birth)
     # Until here standard error told the driver why Python did not start.
     os.dup2(0, 2)
     sys.stderr = sys.stdout
     build = functools.partial(serving.build, birth.program)
-    nursery.run(control, build, birth.program.limits, birth.driver, birth.scratch)
+    nursery.run(control, build, birth.program.limits, birth.driver, birth.scratch, birth)
+
+
+def enter_path(birth: Birth) -> None:
+    """The driver's search path came as PYTHONPATH; programs that rewards start get the user's."""
+    sys.path[:] = birth.path
+    os.environ.pop("PYTHONPATH", None)
+    if birth.environment_path is not None:
+        os.environ["PYTHONPATH"] = birth.environment_path
 
 
 if __name__ == "__main__":

@@ -215,7 +215,7 @@ def _be_nursery(program: Program, control: socket.socket, driver: int, directory
         os.setsid()
         isolation.forget_driver(control.fileno())
         build = functools.partial(serving.build, program)
-        nursery.run(control, build, program.limits, driver, directory)
+        nursery.run(control, build, program.limits, driver, directory, birth=None)
     finally:
         os._exit(1)
 

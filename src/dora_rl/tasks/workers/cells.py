@@ -1,6 +1,8 @@
-"""The process of a worker, in namespaces of its own where the system allows it.
+"""The process of a worker, in one of three ways, the first that the system allows.
 
-    nursery ── first process of the namespaces ── worker ── whatever it starts
+    apart    nursery ── first process of the namespaces ── worker ── whatever it starts
+    forked   nursery ── worker ── whatever it starts
+    fresh    the same, but the worker is a fresh interpreter: where a fork cannot be trusted
 
 The first process reaps what the worker leaves behind. When it ends, the system ends everybody
 in there with it; and it ends when the worker does, or the nursery, or when it is killed. From
@@ -11,15 +13,18 @@ import os
 import select
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from dora_rl import linux
+from dora_rl.machine.fast_paths import Unavailable, fast_path, on_linux
 from dora_rl.tasks.workers import isolation
 
 Body = Callable[[isolation.Cell | None], object]
+Way = Literal["apart", "forked", "fresh"]
 
 _LOOK_S = 1.0  # how often to look for what a worker left behind
 _CHILDREN = "/proc/thread-self/children"
@@ -50,9 +55,10 @@ class Process:
                         status = int(message[1:])
         return status
 
-    def kill(self) -> None:
-        """Also of a worker that has ended, if it has not been waited for."""
-        for end in (os.killpg, os.kill):  # the whole group, where there are no namespaces
+    def kill(self, *, waited_for: bool = False) -> None:
+        """Also of a worker that has ended: of one that was waited for, its group alone."""
+        # The whole group, where there are no namespaces. Its number is taken while it has members.
+        for end in (os.killpg,) if waited_for else (os.killpg, os.kill):
             with suppress(ProcessLookupError, PermissionError):
                 end(self.pid, signal.SIGKILL)
 
@@ -80,12 +86,68 @@ def start(body: Body, *, scratch: str, apart: bool, channel: int, closing: list[
     return Process(pid)
 
 
+def start_fresh(told: int, channel: int, number: int) -> Process:
+    """A fresh interpreter that reads what it is to be from the file `told`."""
+    for file in (told, channel):
+        os.set_inheritable(file, True)  # of all files, it has these two
+    arguments = [sys.executable, "-P", "-m", "dora_rl.tasks.workers.fresh"]
+    nothing = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (0, 1, 2)]
+    try:
+        pid = os.posix_spawn(
+            sys.executable,
+            [*arguments, str(told), str(channel), str(number)],
+            {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            file_actions=nothing,
+            setpgroup=0,
+        )
+    finally:
+        os.set_inheritable(told, False)
+    return Process(pid)
+
+
+@fast_path("fork")
+def fork_workers() -> tuple[str, int]:
+    """Whether a process that has imported the user's code can be forked with confidence."""
+    if sys.platform == "darwin":
+        raise Unavailable("system libraries of macOS may crash in a fork")
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    if os.waitpid(pid, 0)[1]:
+        raise Unavailable("a fork died at once")
+    return "a fork started and ended", 0
+
+
+@fast_path("orphan-list")
+def orphan_list() -> tuple[str, int]:
+    """Whether the system lists the children of a process, adopted ones among them."""
+    with open(_CHILDREN, encoding="ascii") as file:
+        file.read()
+    return _CHILDREN, 0
+
+
 def children() -> list[int]:
+    if not orphan_list().in_force:
+        return []
     try:
         with open(_CHILDREN, encoding="ascii") as file:
             return [int(pid) for pid in file.read().split()]
-    except OSError:  # not Linux, or a kernel without it
+    except OSError:  # hidden since
         return []
+
+
+def next_ended() -> tuple[int, int | None] | None:
+    """A child that has ended, and its status if it had to be waited for to be known.
+
+    Linux shows it before it is removed: while it is there, its number is no one else's.
+    """
+    with suppress(ChildProcessError):
+        if on_linux():
+            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            return None if found is None else (found.si_pid, None)
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        return (pid, status) if pid else None
+    return None
 
 
 def _start_apart(body: Body, scratch: str, channel: int, closing: list[int]) -> Process:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from dora_rl import linux
+from dora_rl.machine.fast_paths import PORTABLE, on_linux
 from dora_rl.tasks.workers.wire import Isolation, Limits
 
 _LOCALE = (
@@ -30,7 +31,7 @@ KEPT = frozenset(
     (
         *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TMPDIR", "TZ", "VIRTUAL_ENV"),
         *("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "PYTHONHASHSEED"),
-        *("HF_HOME", "XDG_CACHE_HOME", "ONEDNN_MAX_CPU_ISA"),
+        *("HF_HOME", "XDG_CACHE_HOME", "ONEDNN_MAX_CPU_ISA", PORTABLE),
         *(f"LC_{name}" for name in _LOCALE),
     )
 )
@@ -102,8 +103,7 @@ def enter_nursery(limits: Limits) -> bool:
     """
     linux.refuse_privileges()
     linux.adopt_orphans()  # what a worker leaves behind can be found and killed
-    if not linux.LINUX and not limits.network:
-        block_sockets()
+    enter_fresh(limits)
     wanted = 0 if limits.network else linux.NEW_NETWORK
     # Root needs no namespace of users; for others it is the key to all the rest.
     if os.geteuid() == 0 and linux.unshare(wanted):
@@ -116,6 +116,12 @@ def enter_nursery(limits: Limits) -> bool:
         _write("/proc/self/setgroups", "deny")
         _write("/proc/self/gid_map", f"{group} {group} 1")
     return bool(wanted)
+
+
+def enter_fresh(limits: Limits) -> None:
+    """For whoever is about to import the user's code, where the system keeps no network away."""
+    if not on_linux() and not limits.network:
+        block_sockets()
 
 
 def enter_cell(scratch: str) -> Cell:
@@ -160,7 +166,7 @@ def enter_worker(
     resource.setrlimit(resource.RLIMIT_FSIZE, (_FILE_BYTES, _FILE_BYTES))
     _lower(resource.RLIMIT_NOFILE, _OPEN_FILES)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # an OSError instead of a death
-    if linux.LINUX:
+    if on_linux():
         _lower(resource.RLIMIT_AS, _mapped_bytes() + (limits.memory_mb << 20))
         with suppress(OSError):
             _write("/proc/self/oom_score_adj", "1000")  # rather we than the driver
@@ -172,8 +178,9 @@ def enter_worker(
     filtered = linux.filter_calls(sockets=limits.network)
     return Isolation(
         network=_network(limits, alone, filtered),
+        calls="filtered" if filtered else "open",
         privileges="none" if privileges else "inherited",
-        memory="limited" if linux.LINUX else "unlimited",
+        memory="limited" if on_linux() else "unlimited",
         processes="apart" if cell else "shared",
         forks="limited" if cell and cell.limited else "unlimited",
         writes="scratch" if confined else "anywhere",

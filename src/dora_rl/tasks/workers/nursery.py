@@ -1,6 +1,7 @@
 """The process that makes the workers, and the loop of a worker.
 
-It has loaded the user's code and does nothing with it: only its forks, the workers, call it.
+It has loaded the user's code and does nothing with it: only the workers call it, its forks or
+fresh interpreters that load it again.
 It ends, and takes all workers with it, when the driver closes its socket or is gone.
 """
 
@@ -8,6 +9,7 @@ import os
 import select
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,14 +17,17 @@ from typing import NamedTuple, NoReturn, Protocol
 
 import msgspec
 
-from dora_rl import framing, linux
+from dora_rl import framing
 from dora_rl.core.errors import UserError
+from dora_rl.machine.fast_paths import on_linux
 from dora_rl.tasks.names import said
 from dora_rl.tasks.workers import cells, isolation, scratch
 from dora_rl.tasks.workers.wire import (
     Answer,
+    Birth,
     Ended,
     Frames,
+    Hatching,
     Isolation,
     Kill,
     Limits,
@@ -37,7 +42,7 @@ from dora_rl.tasks.workers.wire import (
 _LOOK_S = 1.0  # how often to see whether the driver is there
 _END_S = 3.0  # to see everybody gone
 _TRIAL_S = 30.0  # to hear what a worker gets here
-_TRIAL = -1  # the number of that worker
+TRIAL = -1  # the number of that worker
 _CHUNK = 1 << 16
 
 
@@ -56,20 +61,29 @@ def run(
     limits: Limits,
     driver: int,
     directory: str,
+    birth: Birth | None,
 ) -> NoReturn:
-    """Be a nursery until the driver is gone. Never returns, and runs no exit handlers."""
+    """Be a nursery until the driver is gone. Never returns, and runs no exit handlers.
+
+    Without a `birth` the user's code has no import path, so that every worker must be a fork.
+    """
     try:
         try:
             alone = isolation.enter_nursery(limits)
-            home = Home(limits, directory, driver, alone)
+            told = None if birth is None else _written(Hatching(birth=birth, alone=alone))
+            home = Home(limits, directory, driver, alone, told)
             servant = build()
-            found, apart = _try(home)
+            found, way = _try(home)
+            if way == "fresh":
+                assert birth is not None
+                hatching = Hatching(birth=birth, alone=alone, promised=found)
+                home = home._replace(told=_written(hatching))
         except UserError as error:
             control.sendall(pack(Refused(str(error))))
         except BaseException as error:  # SystemExit too: the user's import may do anything
             control.sendall(pack(Refused(said(error))))
         else:
-            nursery = _Nursery(control, servant, home, found, apart)
+            nursery = _Nursery(control, servant, home, found, way)
             control.sendall(pack(Started(found)))
             nursery.loop()
     finally:
@@ -84,6 +98,25 @@ class Home(NamedTuple):
     scratch: str
     driver: int
     alone: bool  # without the machine's network
+    told: int | None = None  # the file that tells a fresh interpreter what it is to be
+
+    def ways(self) -> list[cells.Way]:
+        """How a worker may be started here, the best first."""
+        if self.told is not None and not cells.fork_workers().in_force:
+            return ["fresh"]
+        return ["apart", "forked"] if on_linux() else ["forked"]
+
+    def start(
+        self, number: int, body: cells.Body, way: cells.Way, *, channel: int, closing: list[int]
+    ) -> cells.Process:
+        """The process of a worker; a fresh one does by itself what `body` does in a fork."""
+        if way == "fresh":
+            assert self.told is not None
+            return cells.start_fresh(self.told, channel, number)
+        apart = way == "apart"
+        return cells.start(
+            body, scratch=self.scratch, apart=apart, channel=channel, closing=closing
+        )
 
     def scratch_of(self, number: int) -> str:
         return os.path.join(self.scratch, str(number))
@@ -99,20 +132,25 @@ class Home(NamedTuple):
         )
 
 
-def _try(home: Home) -> tuple[Isolation, bool]:
-    """What a worker really gets here, and whether in namespaces: made, asked and let go."""
-    for apart in (True, False) if linux.LINUX else (False,):
+def _written(hatching: Hatching) -> int:
+    """A file without a name that holds it."""
+    with tempfile.TemporaryFile() as file:
+        file.write(msgspec.msgpack.encode(hatching))
+        file.flush()
+        return os.dup(file.fileno())
+
+
+def _try(home: Home) -> tuple[Isolation, cells.Way]:
+    """What a worker really gets here, and in which way: made, asked and let go."""
+    for way in home.ways():
         ours, theirs = socket.socketpair()
         number = theirs.detach()
 
         def tell(cell: isolation.Cell | None, number: int = number) -> None:
-            with socket.socket(fileno=number) as channel:
-                channel.sendall(pack(Started(home.enter(_TRIAL, cell))))
+            tell_isolation(number, home.enter(TRIAL, cell))
 
         try:
-            process = cells.start(
-                tell, scratch=home.scratch, apart=apart, channel=number, closing=[ours.fileno()]
-            )
+            process = home.start(TRIAL, tell, way, channel=number, closing=[ours.fileno()])
         except OSError:
             ours.close()
             continue
@@ -122,27 +160,38 @@ def _try(home: Home) -> tuple[Isolation, bool]:
             ours.settimeout(_TRIAL_S)
             told = msgspec.msgpack.decode(read_frame(ours), type=Started)
             _let_go(process, home)
-            return told.isolation, apart
+            return told.isolation, way
         _let_go(process, home)
     raise OSError("no worker can be started here")
+
+
+def tell_isolation(number: int, found: Isolation) -> None:
+    """What the worker of the trial does with its channel."""
+    with socket.socket(fileno=number) as channel:
+        channel.sendall(pack(Started(found)))
 
 
 def _let_go(process: cells.Process, home: Home) -> None:
     process.kill()
     _, status = os.waitpid(process.pid, 0)
     process.ended(status)
-    scratch.remove(home.scratch_of(_TRIAL))
+    scratch.remove(home.scratch_of(TRIAL))
 
 
 class _Nursery:
     def __init__(
-        self, control: socket.socket, servant: Servant, home: Home, promised: Isolation, apart: bool
+        self,
+        control: socket.socket,
+        servant: Servant,
+        home: Home,
+        promised: Isolation,
+        way: cells.Way,
     ) -> None:
         self._control = control
         self._servant = servant
         self._home = home
         self._promised = promised
-        self._apart = apart
+        self._way = way
         self._orders = Frames()
         self._sockets: list[int] = []  # that came with orders not read yet
         self._workers: dict[int, tuple[int, cells.Process]] = {}  # by process id
@@ -194,14 +243,10 @@ class _Nursery:
         def work(cell: isolation.Cell | None) -> None:
             # Less than was promised is not enough.
             if self._home.enter(worker, cell) == self._promised:
-                os.set_inheritable(number, False)
-                with suppress(OSError), socket.socket(fileno=number) as channel:
-                    _work(channel, self._servant)
+                serve(number, self._servant)
 
         try:
-            process = cells.start(
-                work, scratch=self._home.scratch, apart=self._apart, channel=number, closing=ours
-            )
+            process = self._home.start(worker, work, self._way, channel=number, closing=ours)
         except OSError:
             self._control.sendall(pack(Ended(worker, 1)))
         else:
@@ -210,22 +255,16 @@ class _Nursery:
             os.close(number)
 
     def _reap(self) -> None:
-        while True:
-            try:
-                # Looked at before it is removed: while it is there, its number is no one else's.
-                found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:
-                return
-            if found is None:
-                return
-            pid = found.si_pid
+        while (ended := cells.next_ended()) is not None:
+            pid, status = ended
             worker, process = self._workers.pop(pid, (None, None))
             if process is not None:
-                process.kill()
-            _, status = os.waitpid(pid, 0)
+                process.kill(waited_for=status is not None)
+            if status is None:
+                _, status = os.waitpid(pid, 0)
             if process is not None and worker is not None:
                 self._control.sendall(pack(Ended(worker, process.ended(status))))
-                if not self._apart:  # else its file system went with it
+                if self._way != "apart":  # else its file system went with it
                     scratch.remove(self._home.scratch_of(worker))
 
     def _end(self) -> None:
@@ -251,8 +290,15 @@ class _Nursery:
         cells.kill_all(pid for pid in cells.children() if pid not in known)
 
 
+def serve(number: int, servant: Servant) -> None:
+    """Be a worker on the socket of this number, until the driver closes it."""
+    os.set_inheritable(number, False)
+    with suppress(OSError), socket.socket(fileno=number) as channel:
+        _work(channel, servant)
+
+
 def _work(channel: socket.socket, servant: Servant) -> None:
-    """Serve one request after the other until the driver closes the socket."""
+    """Serve one request after the other."""
     os.register_at_fork(after_in_child=channel.close)  # a copy of us has nothing to say
     requests = Frames()
     number = 0

@@ -54,6 +54,8 @@ class Isolation(msgspec.Struct, frozen=True, kw_only=True):
 
     network: Literal["namespace", "filter", "python", "open"] = "open"
     """Of its own, without a way out; no sockets by seccomp; Python's sockets alone refuse."""
+    calls: Literal["filtered", "open"] = "open"
+    """Sockets, unless they are allowed, and signals to everybody at once, by seccomp."""
     privileges: Literal["none", "inherited"] = "inherited"
     memory: Literal["limited", "unlimited"] = "unlimited"
     processes: Literal["apart", "shared"] = "shared"
@@ -68,6 +70,7 @@ class Isolation(msgspec.Struct, frozen=True, kw_only=True):
         """What this system does not keep from the workers, in words for a log."""
         words = {
             "the network, but for Python's own sockets": self.network == "python",
+            "signals to all processes of the user at once (no seccomp)": self.calls == "open",
             "the user's privileges": self.privileges == "inherited",
             "unlimited memory": self.memory == "unlimited",
             "other processes of the user": self.processes == "shared",
@@ -76,6 +79,14 @@ class Isolation(msgspec.Struct, frozen=True, kw_only=True):
             "the driver's environment variables": self.driver == "readable",
         }
         return [what for what, open_ in words.items() if open_]
+
+
+class Hatching(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker is told that is a fresh interpreter, and no fork of its nursery."""
+
+    birth: Birth
+    alone: bool  # the nursery left the machine's network
+    promised: Isolation | None = None  # less is not enough; without it, it tells what it has
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
