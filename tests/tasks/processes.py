@@ -1,10 +1,17 @@
-"""Processes as the whole machine sees them: a worker does not know its own number there."""
+"""Processes as the whole machine sees them, and pools that wait as long as a test wants.
+
+A worker does not know its own number there. On a busy machine anything may take long: limits of
+time are generous, but for what is to run into them.
+"""
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+PATIENCE_S = 120.0  # then a test hangs
 
 
 def processes() -> dict[int, tuple[int, str]]:
@@ -36,7 +43,8 @@ def named(name: str) -> list[int]:
     return [pid for pid, (_, found) in processes().items() if found == name]
 
 
-def eventually(what: Callable[[], bool], within_s: float = 5.0) -> bool:
+def eventually(what: Callable[[], bool], within_s: float = PATIENCE_S) -> bool:
+    """Whether it comes about; how long that takes proves nothing on a busy machine."""
     deadline = time.monotonic() + within_s
     while not what():
         if time.monotonic() > deadline:
@@ -49,3 +57,13 @@ def nursery_of(pool: Any) -> int:
     """The process that makes a pool's workers."""
     number: int = pool._crew._nursery._pid
     return number
+
+
+@contextmanager
+def time_limit(pool: Any, seconds: float) -> Iterator[None]:
+    """Of what a pool's workers are asked meanwhile, or have been asked."""
+    before, pool._crew._timeout_s = pool._crew._timeout_s, seconds
+    try:
+        yield
+    finally:
+        pool._crew._timeout_s = before

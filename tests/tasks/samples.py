@@ -47,7 +47,7 @@ def _raise(example: dict[str, Any]) -> None:
 
 
 def _hang(example: dict[str, Any]) -> None:
-    time.sleep(60)
+    time.sleep(600)
 
 
 def _spin(example: dict[str, Any]) -> None:
@@ -71,13 +71,13 @@ def _leave_child(example: dict[str, Any]) -> None:
         if example["escape"]:
             os.setsid()
         ctypes.CDLL(None).prctl(15, example["name"].encode(), 0, 0, 0)  # its name, to be found by
-        time.sleep(60)
+        time.sleep(600)
         os._exit(0)
-    time.sleep(60)
+    time.sleep(600)
 
 
 def _connect(example: dict[str, Any]) -> float:
-    with socket.create_connection(("127.0.0.1", example["port"]), timeout=5):
+    with socket.create_connection(("127.0.0.1", example["port"]), timeout=60):
         return 1.0
 
 
@@ -90,7 +90,7 @@ def _print(example: dict[str, Any]) -> float:
 
 def _hang_up(example: dict[str, Any]) -> None:
     os.closerange(3, 100)
-    time.sleep(60)
+    time.sleep(600)
 
 
 def _babble(example: dict[str, Any]) -> None:
@@ -99,7 +99,7 @@ def _babble(example: dict[str, Any]) -> None:
             os.write(number, b"\xff" * 100)
         except OSError:
             continue
-    time.sleep(60)
+    time.sleep(600)
 
 
 def _write_a_lot(example: dict[str, Any]) -> None:

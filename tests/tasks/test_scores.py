@@ -15,20 +15,28 @@ from typing import Any
 import pytest
 
 from dora_rl.tasks.errors import TaskError
-from dora_rl.tasks.workers import nursery
+from dora_rl.tasks.workers import crew, nursery
 from dora_rl.tasks.workers.scores import Outcome, ScoreJob, ScorePool
 from dora_rl.tasks.workers.wire import Part
 from tests.tasks import samples
-from tests.tasks.processes import descendants, eventually, named, nursery_of, processes
+from tests.tasks.processes import (
+    PATIENCE_S,
+    descendants,
+    eventually,
+    named,
+    nursery_of,
+    processes,
+    time_limit,
+)
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="what Linux alone can keep away")
 
-TIMEOUT_S = 0.5
+TIMEOUT_S = 0.5  # of what never ends; a busy machine may take long for all else
 TIMED_OUT = f"timeout after {TIMEOUT_S} s"
 
 
 def pool_of(function: Any, **settings: Any) -> ScorePool:
-    settings = {"workers": 1, "timeout_s": TIMEOUT_S, "memory_mb": 256} | settings
+    settings = {"workers": 1, "timeout_s": PATIENCE_S, "memory_mb": 256} | settings
     return ScorePool([Part(name="act", function=function)], **settings)
 
 
@@ -36,11 +44,20 @@ def job(response: str, **example: Any) -> ScoreJob:
     return ScoreJob(response=response, example=example)
 
 
+def run(pool: ScorePool, what: str) -> Outcome:
+    """A job's outcome; of one that never ends, soon."""
+    with pytest.MonkeyPatch.context() as patch:
+        if what == "hang up":
+            patch.setattr(crew, "_FAREWELL_S", 0.2)
+        with time_limit(pool, TIMEOUT_S if what in ("hang", "spin") else PATIENCE_S):
+            return pool.run(job(what))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def secret() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DORA_TEST_SECRET", "swordfish")
-        patch.setattr("dora_rl.tasks.workers.crew._FAREWELL_S", 0.2)
+        patch.setattr(crew, "_FAREWELL_S", PATIENCE_S)
         yield
 
 
@@ -77,7 +94,7 @@ BAD = {
 
 @pytest.mark.parametrize("what", BAD)
 def test_a_bad_reward_fails_alone_and_says_why(pool: ScorePool, what: str) -> None:
-    outcome = pool.run(job(what))
+    outcome = run(pool, what)
     assert outcome.failure == BAD[what]
     assert outcome.reward != outcome.reward
     assert pool.run(job("good")).reward == 1.0
@@ -85,7 +102,7 @@ def test_a_bad_reward_fails_alone_and_says_why(pool: ScorePool, what: str) -> No
 
 @pytest.mark.parametrize("what", ["raise", "nan", "vanish", "hang", "exit"])
 def test_a_closure_fails_alone_and_says_why(forked: ScorePool, what: str) -> None:
-    assert forked.run(job(what)).failure == BAD[what]
+    assert run(forked, what).failure == BAD[what]
     assert forked.run(job("good")).reward == 1.0
 
 
@@ -113,7 +130,8 @@ def test_what_a_reward_starts_dies_with_it(pool: ScorePool, escape: bool) -> Non
     pool.run(job("good"))  # a worker is there, and is asked at once
     pool.submit(1, job("child", name=name, escape=escape))
     assert eventually(lambda: bool(named(name)))
-    assert [outcome.failure for outcome in pool.poll(5.0)] == [BAD["hang"]]
+    with time_limit(pool, TIMEOUT_S):
+        assert [outcome.failure for outcome in pool.poll(PATIENCE_S)] == [BAD["hang"]]
     assert eventually(lambda: not named(name))
 
 
@@ -172,7 +190,7 @@ def test_a_worker_is_replaced_after_what_it_cannot_be_trusted_after(pool: ScoreP
     assert pool.run(job("who")).reward == first
     for what in ("exit", "memory", "hang"):
         before = pool.run(job("who")).reward
-        pool.run(job(what))
+        run(pool, what)
         assert pool.run(job("who")).reward != before
 
 
@@ -183,24 +201,28 @@ def test_output_goes_nowhere(pool: ScorePool, capfd: pytest.CaptureFixture[str])
 
 def test_every_job_has_exactly_one_outcome() -> None:
     kinds = ["good", "hang", "good", "vanish", "raise", "good", "crash", "exit", "nan", "good"]
-    with pool_of("tests.tasks.samples:act", workers=2, timeout_s=0.4) as pool:
+    with pool_of("tests.tasks.samples:act", workers=2) as pool:
         wanted = {ticket: kinds[ticket % len(kinds)] for ticket in range(40)}
         for ticket, what in wanted.items():
             pool.submit(ticket, job(what))
         assert pool.outstanding == 40
         outcomes: list[Outcome] = []
         while pool.outstanding:
-            outcomes += pool.poll(5.0)
+            for worker, ticket in pool._running.items():
+                if wanted[ticket] == "hang":  # long enough
+                    pool._crew._workers[worker].asked_at = -PATIENCE_S
+            outcomes += pool.poll(PATIENCE_S)
         assert sorted(outcome.ticket for outcome in outcomes) == list(wanted)
         assert pool.poll() == []
     for outcome in outcomes:
         what = wanted[outcome.ticket]
-        assert outcome.failure == BAD.get(what, "").replace("0.5 s", "0.4 s") or what == "good"
+        why = BAD.get(what, "").replace(f"{TIMEOUT_S} s", f"{PATIENCE_S} s")
+        assert outcome.failure == why or what == "good"
         assert (outcome.reward == 1.0) == (what == "good") == (outcome.failure is None)
 
 
 def test_a_hang_does_not_hold_up_the_other_worker() -> None:
-    with pool_of("tests.tasks.samples:act", workers=2, timeout_s=30.0) as pool:
+    with pool_of("tests.tasks.samples:act", workers=2) as pool:
         pool.submit(0, job("hang"))
         for _ in range(20):
             assert pool.run(job("good")).reward == 1.0
@@ -210,14 +232,14 @@ def test_a_hang_does_not_hold_up_the_other_worker() -> None:
 def test_outcomes_of_others_stay_for_poll(pool: ScorePool) -> None:
     pool.submit(7, job("good"))
     assert pool.run(job("raise")).failure == BAD["raise"]
-    assert [outcome.ticket for outcome in pool.poll(5.0)] == [7]
+    assert [outcome.ticket for outcome in pool.poll(PATIENCE_S)] == [7]
 
 
 def test_a_ticket_is_out_once(pool: ScorePool) -> None:
     pool.submit(1, job("good"))
     with pytest.raises(ValueError, match=r"ticket 1 is out already"):
         pool.submit(1, job("good"))
-    assert len(pool.poll(5.0)) == 1
+    assert len(pool.poll(PATIENCE_S)) == 1
 
 
 def test_one_number_to_wait_on(pool: ScorePool) -> None:
@@ -228,15 +250,16 @@ def test_one_number_to_wait_on(pool: ScorePool) -> None:
     pool.submit(1, job("good"))
     outcomes: list[Outcome] = []
     while not outcomes:
-        assert select.select(numbers, [], [], 5.0)[0] == numbers
+        assert select.select(numbers, [], [], PATIENCE_S)[0] == numbers
         outcomes = pool.poll()
     assert outcomes[0].reward == 1.0
     assert pool.filenos() == numbers
     pool.submit(2, job("hang"))
     pool.poll(0.05)
     due = pool.due_in_s()
-    assert due is not None and 0 < due < TIMEOUT_S
-    assert pool.poll(5.0)[0].failure == BAD["hang"]
+    assert due is not None and 0 < due < PATIENCE_S
+    with time_limit(pool, TIMEOUT_S):
+        assert pool.poll(PATIENCE_S)[0].failure == BAD["hang"]
 
 
 def test_the_limit_holds_even_if_nobody_looks() -> None:
@@ -249,7 +272,7 @@ def test_the_limit_holds_even_if_nobody_looks() -> None:
             pool.submit(pool.outstanding, job(""))
             pool.poll(0.02)
         time.sleep(0.5)
-        failures = {outcome.failure for outcome in pool.poll(1.0)}
+        failures = {outcome.failure for outcome in pool.poll(PATIENCE_S)}
     assert failures == {"timeout after 0.1 s"}
 
 
@@ -258,7 +281,7 @@ def test_large_jobs_and_answers_pass(pool: ScorePool) -> None:
         return float(len(response) + len(example["x"]))
 
     big = "é" * (3 << 20)
-    with pool_of(size, timeout_s=10.0) as other:
+    with pool_of(size) as other:
         assert other.run(job(big, x=big)).reward == 2.0 * len(big)
     with pytest.raises(TaskError, match=r"an example must be JSON"):
         pool.submit(5, job("good", x=object()))
@@ -373,10 +396,10 @@ def test_workers_die_with_the_driver(how: str) -> None:
         from dora_rl.tasks.workers.scores import ScoreJob, ScorePool
         from dora_rl.tasks.workers.wire import Part
         from tests.tasks.samples import act
-        pool = ScorePool([Part(name="act", function={how})], workers=1, timeout_s=60)
+        pool = ScorePool([Part(name="act", function={how})], workers=1, timeout_s=600)
         print(pool.run(ScoreJob(response="good")).reward, flush=True)
         pool.submit(1, ScoreJob(response="child", example=dict(name={name!r}, escape=True)))
-        pool.poll(60)
+        pool.poll(600)
     """
     child = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True
@@ -400,7 +423,7 @@ def test_the_nursery_can_be_lost(pool: ScorePool) -> None:
     pool.submit(1, job("hang"))
     pool.poll(0.05)
     os.kill(nursery_of(pool), 9)
-    (outcome,) = pool.poll(5.0)
+    (outcome,) = pool.poll(PATIENCE_S)
     assert "killed" in str(outcome.failure)
     assert eventually(lambda: not everybody & set(processes()))
     assert pool.run(job("good")).reward == 1.0

@@ -9,10 +9,11 @@ from dora_rl.tasks.errors import TaskError
 from dora_rl.tasks.workers.sessions import EnvironmentPool, EnvReply
 from dora_rl.tasks.workers.wire import Part
 from tests.tasks import samples
+from tests.tasks.processes import PATIENCE_S, time_limit
 
 
 def pool_of(environment: Any, **settings: Any) -> EnvironmentPool:
-    settings = {"workers": 1, "timeout_s": 1.0, "memory_mb": 256} | settings
+    settings = {"workers": 1, "timeout_s": PATIENCE_S, "memory_mb": 256} | settings
     return EnvironmentPool(Part(name="count", function=environment), **settings)
 
 
@@ -25,7 +26,7 @@ def pool() -> Iterator[EnvironmentPool]:
 def replies(pool: EnvironmentPool, count: int) -> dict[int, EnvReply]:
     found: dict[int, EnvReply] = {}
     while len(found) < count:
-        batch = pool.poll(5.0)
+        batch = pool.poll(PATIENCE_S)
         assert batch, f"{len(found)} of {count} replies"
         for reply in batch:
             assert reply.ticket not in found
@@ -61,7 +62,7 @@ def test_sessions_keep_their_state(environment: Any) -> None:
 
 
 def test_sessions_spread_over_the_workers() -> None:
-    with pool_of(samples.Count, workers=2, timeout_s=5.0) as pool:
+    with pool_of(samples.Count, workers=2) as pool:
         pool.open(0, {"n": 1})
         replies(pool, 1)
         for ticket in range(1, 8):
@@ -123,7 +124,8 @@ def test_neighbours_learn_that_it_was_not_their_fault(what: str, why: str) -> No
         pool.step(0, what)
         for neighbour in victims - {0}:
             pool.step(neighbour, "waits in vain")
-        lost = replies(pool, len(victims))
+        with time_limit(pool, 1.0 if what == "hang" else PATIENCE_S):
+            lost = replies(pool, len(victims))
         assert lost.keys() == victims
         assert lost.pop(0).failure == why
         assert {r.failure for r in lost.values()} <= {

@@ -21,6 +21,7 @@ from dora_rl.tasks.sources import Gym
 from dora_rl.tasks.task import Task, reward_parts
 from tests.tasks import samples
 from tests.tasks.models import make_directory
+from tests.tasks.processes import PATIENCE_S
 
 ROWS = [{"prompt": f"{n} + 1?", "answer": str(n + 1)} for n in range(4)]
 TRAJECTORY = Trajectory(
@@ -97,7 +98,7 @@ def test_a_task_with_an_environment() -> None:
     assert task.has_environment
     with task.environment_pool() as pool:
         pool.open(1, {"n": 2})
-        assert pool.poll(5.0)[0].observation == "count to 2"
+        assert pool.poll(PATIENCE_S)[0].observation == "count to 2"
     with pytest.raises(TaskError, match=r"the rewards are the environment's"):
         task.score_pool()
 
@@ -158,7 +159,7 @@ def test_a_reward_writes_where_it_is_allowed_to(
     def play(task: Task, directory: str) -> str | None:
         with task.environment_pool() as pool:
             pool.open(1, {"directory": str(tmp_path / directory)})
-            return pool.poll(5.0)[0].failure
+            return pool.poll(PATIENCE_S)[0].failure
 
     tasks = [
         open_task(prompts=ROWS, reward=write, writable=("kept",)),
