@@ -29,7 +29,7 @@ ONLY_IN = {
     "vllm": ["engines/vllm.py", "benchmarks/contestants/vllm.py"],
     "torch": [
         *("algorithms/", "models/", "trainer/", "engines/", "weights/", "runtime/"),
-        "benchmarks/",
+        *("benchmarks/", "doctor/torch_build.py"),
     ],
     "numpy": ["algorithms/", "models/", "trainer/", "engines/", "weights/", "runtime/"],
     "safetensors": ["models/", "trainer/", "weights/", "benchmarks/models.py"],

@@ -28,20 +28,28 @@ def require(user: str, *extras: str) -> None:
 
     Call it before the first import of one of them, with `user` as it would be typed.
     """
-    absent = {
-        extra: names
-        for extra in extras
-        if (names := [name for name in EXTRAS[extra] if not _present(name)])
-    }
-    if absent:
-        names = [name for missing in absent.values() for name in missing]
+    if absent := missing(*extras):
+        names = [name for libraries in absent.values() for name in libraries]
         listed, are, them = ", ".join(names), "is", "it"
         if len(names) > 1:
             listed, are, them = f"{', '.join(names[:-1])} and {names[-1]}", "are", "them"
         raise MissingExtra(
-            f"{listed} {are} not installed: `{user}` needs {them}. "
-            f"Run: pip install 'dora-rl[{','.join(absent)}]'"
+            f"{listed} {are} not installed: `{user}` needs {them}. Run: {install(*absent)}"
         )
+
+
+def missing(*extras: str) -> dict[str, list[str]]:
+    """The libraries of each extra that are not there; an extra that is whole is left out."""
+    return {
+        extra: names
+        for extra in extras
+        if (names := [name for name in EXTRAS[extra] if not _present(name)])
+    }
+
+
+def install(*extras: str) -> str:
+    """The command that brings them."""
+    return f"pip install 'dora-rl[{','.join(extras)}]'"
 
 
 def _present(module: str) -> bool:

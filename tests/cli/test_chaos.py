@@ -33,10 +33,11 @@ from dora_rl.config import load_toml
 from dora_rl.core.audit import AuditReport
 from dora_rl.core.errors import UserError
 from dora_rl.linux import call_watch
-from dora_rl.machine.fast_paths import Unavailable
+from dora_rl.machine.fast_paths import PORTABLE, Trial, Unavailable
 from dora_rl.runtime.errors import RunFailed
 from tests.chaos.test_wounds import Aim, content, damaged_run
 
+PATIENCE_S = 120.0  # then a test hangs
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 
 
@@ -72,7 +73,7 @@ def test_children_are_found_down_to_the_last(tmp_path: Path) -> None:
     nest = f"import subprocess; subprocess.run({SLEEP!r})"
     process = subprocess.Popen([sys.executable, "-c", nest], start_new_session=True)
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE_S
         while not below(process.pid):
             assert time.monotonic() < deadline
         assert workers(process.pid) == below(process.pid)
@@ -89,7 +90,7 @@ def test_a_fault_strikes_its_part(
     said = FAULTS[name][0](target(tmp_path, sleeping[0].pid))
     assert said is not None and said.startswith("rollout-0")
     if name == "kill-rollout":
-        assert sleeping[1].wait(10) == -signal.SIGKILL
+        assert sleeping[1].wait(PATIENCE_S) == -signal.SIGKILL
     assert sleeping[0].poll() is None
 
 
@@ -98,7 +99,7 @@ def test_a_fault_strikes_the_driver(
     name: str, code: int, sleeping: "list[subprocess.Popen[bytes]]", tmp_path: Path
 ) -> None:
     assert FAULTS[name][0](target(tmp_path, sleeping[0].pid)) is not None
-    assert sleeping[0].wait(10) == code
+    assert sleeping[0].wait(PATIENCE_S) == code
     assert sleeping[1].poll() is None
 
 
@@ -195,7 +196,7 @@ def syncer(tmp_path: Path) -> Iterator[tuple[Disk, Callable[[str], str]]]:
     yield disk, order
     assert disk.watching and open_files() == before + 1
     child.communicate()
-    disk.join(30)
+    disk.join(PATIENCE_S)
     assert not disk.is_alive() and not disk.watching
     assert open_files() == before - 2  # the pipes of the child
     ours.close()
@@ -249,15 +250,15 @@ def test_a_run_ends_as_after_an_interrupt(
         patch.setattr(sys, "executable", str(program))
         life = Life([], tmp_path / "log", seed=0)
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE_S
         while life.complaint != "early\n":
             assert time.monotonic() < deadline
         assert not life.ended and life.repeat_messages(0.0)
         if code == 130:
-            life.ask_to_end(30)
+            life.ask_to_end(PATIENCE_S)
         else:
             with pytest.raises(RunFailed, match=f"`{code}`.*{tmp_path / 'log'}"):
-                life.ask_to_end(30)
+                life.ask_to_end(PATIENCE_S)
         assert life.ended and life.failed == (code == 1) and not life.refused_input
         assert life.complaint == "late\n"
         assert not life.repeat_messages(0.0) and not life.disk.watching
@@ -270,7 +271,7 @@ def test_a_driver_says_what_it_refuses(tmp_path: Path) -> None:
     life = Life(["train", "--resume", str(tmp_path / "none")], tmp_path / "log", seed=0)
     assert not life.complaint
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_S
         while not life.ended:
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -325,3 +326,26 @@ def test_a_short_storm(tmp_path: Path) -> None:
     assert report["ok"] and report["steps"] > 0
     assert report["faults"]["full-disk"] > 0 and report["faults"]["damage-file"] > 0
     assert report["audit"]["lost"] == 0
+
+
+def test_what_this_machine_cannot_have_is_left_out_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faults, "call_watch", lambda: Trial(False, "an old kernel"))
+    assert set(FAULTS) - set(faults.available()) == {"slow-disk", "full-disk"}
+    asked: list[Plan] = []
+
+    def brave(plan: Plan, tell: object) -> Result:
+        asked.append(plan)
+        raise RunFailed("far enough")
+
+    monkeypatch.setattr(storm, "brave", brave)
+    done = CliRunner().invoke(cli, ["chaos", "--out", str(tmp_path / "run")])
+    assert "left out, as this machine cannot have them: slow-disk, full-disk" in done.stderr
+    assert asked[0].faults == tuple(faults.available())
+
+
+def test_without_proc_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PORTABLE, "1")
+    with pytest.raises(UserError, match="needs Linux"):
+        Plan(config={}, out=tmp_path / "run", faults=("kill-driver",))

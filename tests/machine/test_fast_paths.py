@@ -124,7 +124,7 @@ def test_a_trial_that_kills_its_process_is_told(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(trials.subprocess, "Popen", stand_in)
     assert trials.in_child(names) == {
         "cpu-affinity": Trial(True, "well"),
-        "amx": Trial(False, "the trial died of SIGILL"),
+        "amx": Trial(False, "it died of SIGILL"),
         "fork": Trial(True, "well"),
         "call-watch": Trial(False, "boom"),
     }

@@ -11,6 +11,7 @@ from dora_rl.core import commands as cm
 from dora_rl.core import events as ev
 from dora_rl.core.codec import encode_event
 from dora_rl.core.types import BatchGroup, Length, Move, Placement, Segment
+from dora_rl.machine.fast_paths import Trial
 from dora_rl.runtime import messages as ms
 from dora_rl.samples import Sample, Span, Trajectory
 
@@ -123,6 +124,9 @@ BUILDS: dict[type, st.SearchStrategy[Any]] = {
     ms.Published: st.builds(ms.Published, Ids, Texts, Finite),
     ms.NotPublished: st.builds(ms.NotPublished, Ids, Texts),
     ms.Saved: st.builds(ms.Saved, Texts, Failure),
+    ms.Tried: st.builds(
+        ms.Tried, st.dictionaries(Texts, st.builds(Trial, st.booleans(), Texts, st.integers(0, 99)))
+    ),
     ms.Broken: st.builds(ms.Broken, Texts, st.booleans()),
 }
 

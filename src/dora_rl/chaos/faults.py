@@ -14,6 +14,7 @@ from typing import NamedTuple
 from dora_rl.chaos.life import Life
 from dora_rl.chaos.processes import parts, signal_to, workers
 from dora_rl.chaos.wounds import Wounds
+from dora_rl.linux import call_watch
 
 
 class Target(NamedTuple):
@@ -107,7 +108,13 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     "full-disk": (_full_disk, "syncs and writes of the run find no room for a while"),
     "damage-file": (_damage_file, "the run is killed, and a file of it cut or altered"),
 }
-OF_THE_DISK = ("slow-disk", "full-disk")
+_OF_THE_DISK = ("slow-disk", "full-disk")
+
+
+def available() -> list[str]:
+    """Those that this machine can have."""
+    disk = call_watch().in_force
+    return [name for name in FAULTS if disk or name not in _OF_THE_DISK]
 
 
 def _of(target: Target, kind: str) -> dict[str, int]:

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dora_rl.chaos.faults import FAULTS, OF_THE_DISK, Target
+from dora_rl.chaos.faults import FAULTS, Target, available
 from dora_rl.chaos.life import Life
 from dora_rl.chaos.wounds import Wounds
 from dora_rl.config import dump_toml, merged
 from dora_rl.core.audit import AuditReport, audit_journal
 from dora_rl.core.errors import UserError
-from dora_rl.linux import call_watch
+from dora_rl.machine.fast_paths import on_linux
 from dora_rl.runtime.errors import RunFailed
 from dora_rl.runtime.recording import StepRecord, read_records
 from dora_rl.runtime.train import read_config
@@ -47,10 +47,12 @@ class Plan:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if not on_linux():
+            raise UserError("dora-rl chaos finds the processes of a run in /proc: it needs Linux.")
         for name in self.faults:
             if name not in FAULTS:
                 raise UserError(f"no such fault: `{name}`. There are {', '.join(FAULTS)}.")
-            if name in OF_THE_DISK and not call_watch().in_force:
+            if name not in available():
                 raise UserError(
                     f"`{name}` needs Linux 5.5 on x86-64 or ARM. Name the others with --faults."
                 )

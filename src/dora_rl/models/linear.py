@@ -153,11 +153,11 @@ def bf16_products() -> tuple[str, int]:
             break
     else:
         return f"{gains[-1]:.1f} x as fast as converted to fp32", _ANY_ROWS
-    found = f"{gains[-1]:.2f} x as fast as converted to fp32 with {rows} rows"
+    found = f"{gains[-1]:.2f} x as fast as converted to fp32, rows: {rows}"
     if len(gains) == 1:
         raise Unavailable(found)
     best = _NARROW_CANDIDATES[1 - len(gains)]
-    return f"up to {best} rows; {found}", best
+    return f"rows: up to {best}; {found}", best
 
 
 def _trial_weights(inputs: int, outputs: int) -> list[Tensor]:

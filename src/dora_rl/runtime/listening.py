@@ -1,10 +1,11 @@
 """Who watches a run: the journal, the audit, metrics, the display, the timeline."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from dora_rl.core.commands import Command
 from dora_rl.core.events import Event
 from dora_rl.core.types import InstanceId
+from dora_rl.machine.fast_paths import Trial
 from dora_rl.runtime import messages as ms
 from dora_rl.runtime.shelf import Item
 from dora_rl.samples import Sample
@@ -30,6 +31,9 @@ class Listener:
 
     def replaced(self, now: float, why: str) -> None:
         """A part has died or hung, and another takes its place."""
+
+    def tried(self, now: float, trials: Mapping[str, Trial]) -> None:
+        """A worker has tried fast paths of this machine."""
 
     def must_end(self, now: float, why: str) -> None:
         """The run must end, though nobody asked for it: the step is finished, all is saved."""

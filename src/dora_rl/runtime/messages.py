@@ -21,6 +21,7 @@ from dora_rl.core.types import (
     TrajectoryId,
     Version,
 )
+from dora_rl.machine.fast_paths import Trial
 from dora_rl.samples import Sample, Trajectory
 
 
@@ -301,6 +302,12 @@ class Saved(_Message, frozen=True, tag=True):
     failure: str | None = None
 
 
+class Tried(_Message, frozen=True, tag=True):
+    """Fast paths that a worker has tried since it last said so, and how each trial ended."""
+
+    trials: dict[str, Trial]
+
+
 class Broken(_Message, frozen=True, tag=True):
     """A part cannot go on, and says why before it ends; `user` if the input is at fault."""
 
@@ -311,7 +318,9 @@ class Broken(_Message, frozen=True, tag=True):
 ToRollout: TypeAlias = (
     Perform | Begin | Continue | Conclude | HandOver | TakeOver | SavePrefixes | Shutdown
 )
-FromRollout: TypeAlias = Reported | Finished | TurnEnded | HandedOver | Prefixes | Used | Broken
+FromRollout: TypeAlias = (
+    Reported | Finished | TurnEnded | HandedOver | Prefixes | Used | Tried | Broken
+)
 ToTrainer: TypeAlias = TrainOn | Redo | PublishVersion | Save | Shutdown
 FromTrainer: TypeAlias = (
     TrainerReady
@@ -323,6 +332,7 @@ FromTrainer: TypeAlias = (
     | Published
     | NotPublished
     | Saved
+    | Tried
     | Broken
 )
 Message: TypeAlias = Setup | ToRollout | FromRollout | ToTrainer | FromTrainer

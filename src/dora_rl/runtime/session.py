@@ -6,12 +6,13 @@ first file is written.
 
 import json
 import os
+import platform
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self, TextIO
+from typing import Any, Self, TextIO
 
 import msgspec
 
@@ -23,6 +24,8 @@ from dora_rl.core.events import Event, WeightsPublished
 from dora_rl.core.journal import JournalWriter
 from dora_rl.core.orchestrator import Orchestrator
 from dora_rl.core.types import Version
+from dora_rl.machine import processor
+from dora_rl.machine.fast_paths import Trial, portable, tried
 from dora_rl.observe.metrics import Collector, Summary
 from dora_rl.observe.placements import Placements
 from dora_rl.observe.timeline import Timeline
@@ -86,6 +89,27 @@ class _Publications(Listener):
         self._tell()
 
 
+class _Machine(Listener):
+    """The machine, and which fast paths were in force on it, in any process of the run."""
+
+    def __init__(self) -> None:
+        self._trials: dict[str, Trial] = {}
+
+    def tried(self, now: float, trials: Mapping[str, Trial]) -> None:
+        self._trials.update(trials)
+
+    def to_json(self) -> dict[str, Any]:
+        trials = {**tried(), **self._trials}
+        return {
+            "system": platform.platform(),
+            "processor": processor.model_name(),
+            "instructions": processor.telling_flags(),
+            "cores": processor.cores(),
+            "portable": portable(),
+            "fast_paths": {name: trial._asdict() for name, trial in sorted(trials.items())},
+        }
+
+
 class _Journal(Listener):
     """Writes the journal; readable up to a step at the latest when its version is published."""
 
@@ -124,12 +148,14 @@ class Session:
         self._watch_evaluations = [self._write_record, *watch_evaluations]
         self.collector = Collector(settings.group_size, warmup_steps, self.recorder.reading)
         self.books = Bookkeeper(self.orchestrator)
+        self._machine = _Machine()
         self.listeners: list[Listener] = [
             self.recorder,
             _Observer(self.audit.observe),
             _Observer(self.collector.observe),
             self.books,
             _Publications(self._tell_gaps),
+            self._machine,
             *listeners,
         ]
         self.halted: Halt | None = None
@@ -297,7 +323,8 @@ class Session:
         # Before the ledger says that it has ended, for nobody comes back to a run that has.
         shutil.rmtree(self.exchange, ignore_errors=True)
         if self._durability.ours:
-            self.directory.write_metrics({**summary.to_json(), "wall_s": wall_s})
+            about = {"wall_s": wall_s, "machine": self._machine.to_json()}
+            self.directory.write_metrics({**summary.to_json(), **about})
             if ending.ok and not ending.interrupted and not ending.paused:
                 self.ledger.set_facts({**self.ledger.facts, "ended": ending.reason})
         return summary, report

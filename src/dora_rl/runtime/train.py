@@ -36,6 +36,7 @@ from dora_rl.tasks.task import Task
 from dora_rl.trainer.settings import Dtype
 
 USER = "dora-rl train"
+_SEE_DOCTOR = "`dora-rl doctor` tells what this machine lacks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +215,8 @@ def execute(
                     ending = runtime.run()
             except BaseException as error:
                 ending = Ending(False, f"{type(error).__name__}: {error}")
+                if isinstance(error, RunFailed) and session.orchestrator.state.trainer.step == 0:
+                    raise RunFailed(f"{str(error).rstrip('.')}. {_SEE_DOCTOR}") from error
                 raise
             finally:
                 summary, audit = session.close(ending, time.perf_counter() - begin)

@@ -15,6 +15,7 @@ from pathlib import Path
 from dora_rl import linux
 from dora_rl.config import validate
 from dora_rl.core.errors import UserError
+from dora_rl.machine.fast_paths import Trial, tried
 from dora_rl.runtime import messages as ms
 from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.local.channel import Channel, Gone
@@ -73,6 +74,7 @@ def _serve_rollout(channel: Channel, setup: ms.Setup, config: RunConfig) -> None
     instance.join()
     period_s = config.runtime.report_period_s
     report_at = time.monotonic() + period_s
+    news = _News(channel)
     save_at = time.monotonic() + config.run.save_every_s
     while True:
         # Nothing but the next report is due while there is no work.
@@ -88,6 +90,7 @@ def _serve_rollout(channel: Channel, setup: ms.Setup, config: RunConfig) -> None
         if time.monotonic() >= report_at:
             report_at = time.monotonic() + period_s
             instance.report()
+            news.tell()
         if time.monotonic() >= save_at and not setup.evaluation and config.run.durable:
             save_at = time.monotonic() + config.run.save_every_s
             instance.save_prefixes()
@@ -102,10 +105,11 @@ def _serve_training(channel: Channel, setup: ms.Setup, config: RunConfig) -> Non
 
     store = WeightStore(Path(setup.weights))
     checkpoint = Path(setup.checkpoint) if setup.checkpoint else None
-    progress = _Progress(channel)
+    progress, news = _Progress(channel), _News(channel)
     part = TrainerPart.open(config, Path(setup.model), store, checkpoint, progress=progress.made)
     channel.send(ms.TrainerReady())
     while True:
+        news.tell()
         if channel.wait(_POLL_S):
             for message in channel.receive():
                 for answer in part.handle(message):  # type: ignore[arg-type]
@@ -114,6 +118,21 @@ def _serve_training(channel: Channel, setup: ms.Setup, config: RunConfig) -> Non
                     return
         for answer in part.poll():
             channel.send(answer)
+
+
+class _News:
+    """Tells the driver of fast paths as they are tried."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._told: dict[str, Trial] = {}
+
+    def tell(self) -> None:
+        found = tried()
+        new = {name: trial for name, trial in found.items() if self._told.get(name) != trial}
+        if new:
+            self._told = found
+            self._channel.send(ms.Tried(new))
 
 
 class _Progress:

@@ -13,6 +13,7 @@ from dora_rl.runtime import messages as ms
 from dora_rl.runtime.local.channel import Channel, Gone
 
 _LAST_WORDS = 2000  # bytes of a log that may tell why a process died
+_FAULTS = {signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT}
 _END_S = 5.0  # from being told to end to being killed
 
 
@@ -59,6 +60,12 @@ class PartProcess:
             return f"{self.name} ended with {how}, {by}"
         words = self._last_words()
         return f"{self.name} ended with {how}{f': {words}' if words else ''}"
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended by an error of its own: an exception, or a fault of the processor."""
+        code = self._process.returncode
+        return code is not None and (code > 0 or -code in _FAULTS)
 
     def _last_words(self) -> str:
         with suppress(OSError), open(self._log, "rb") as file:

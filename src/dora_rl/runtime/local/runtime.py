@@ -6,6 +6,7 @@ wait has an end that names the culprit. A run that is short of memory is stopped
 """
 
 import os
+import re
 import selectors
 import time
 from collections import Counter
@@ -32,8 +33,9 @@ from dora_rl.store.rundir import CONFIG
 from dora_rl.tasks.workers.scores import ScoreJob
 
 _LONGEST_WAIT_S = 0.5  # so that an interrupt is noticed soon
-_FEWEST_S = 5.0  # an instance that dies sooner than this after its start did not serve
+_FEWEST_S = 5.0  # an instance that dies sooner than this after it joined did not serve
 _MOST_RESTARTS = 3  # in a row, of an instance that never served
+_NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")  # of addresses and processes: they differ each time
 _MOST_OOM_KILLS = 1  # of parts; one may be chance, and more would lose the same work over and over
 
 
@@ -44,10 +46,11 @@ class _Instance:
     name: InstanceId
     process: PartProcess
     incarnation: int = 0
-    joined: bool = False
+    joined_at: float | None = None
     served: bool = False  # a trajectory has got longer there
     started_at: float = 0.0
     failures: int = 0  # starts in a row that came to nothing
+    error: str | None = None  # of its own, that ended the last of them
     expelled: str | None = None  # why the core wants no more of it
 
 
@@ -169,7 +172,7 @@ class LocalRuntime(Runtime):
         self._check_trainer()
         limit = self._config.runtime.start_timeout_s
         for instance in self._instances.values():
-            if not instance.joined and self.now() > instance.started_at + limit:
+            if instance.joined_at is None and self.now() > instance.started_at + limit:
                 instance.process.kill()  # its death is handled like any other
 
     def _check_trainer(self) -> None:
@@ -231,14 +234,16 @@ class LocalRuntime(Runtime):
         for message in steps_to_redo(self._session.ledger, step):
             self.to_trainer(message)
 
-    def _start_instance(self, name: InstanceId, incarnation: int, failures: int = 0) -> None:
+    def _start_instance(
+        self, name: InstanceId, incarnation: int, failures: int = 0, error: str | None = None
+    ) -> None:
         setup = self._setup(
             "rollout", self._config.threads().rollout, instance=name, incarnation=incarnation
         )
         log = self._session.plan.out / "logs" / f"rollout-{name}.log"
         process = PartProcess(f"rollout instance {name}", setup, log)
         self._instances[name] = _Instance(
-            name, process, incarnation, started_at=self.now(), failures=failures
+            name, process, incarnation, started_at=self.now(), failures=failures, error=error
         )
         self._watch(process)
 
@@ -261,6 +266,10 @@ class LocalRuntime(Runtime):
             if message.user:
                 raise UserError(message.reason)
             return  # its death follows, and its log says more
+        if isinstance(message, ms.Tried):
+            for listener in self.driver.listeners:
+                listener.tried(self.now(), message.trials)
+            return
         if process is self._trainer:
             self._hear_trainer(message)
             return
@@ -269,7 +278,8 @@ class LocalRuntime(Runtime):
             return
         for instance in self._instances.values():
             if instance.process is process:
-                instance.joined = True
+                if instance.joined_at is None:
+                    instance.joined_at = self.now()
                 instance.served = instance.served or _shows_work(message)
                 self._from_rollout(instance.name, message)
                 return
@@ -324,18 +334,20 @@ class LocalRuntime(Runtime):
         instance = next(i for i in self._instances.values() if i.process is process)
         if instance.expelled:
             why = f"{instance.process.name} was given up: {instance.expelled.rstrip('.')}"
-        served = instance.served or (
-            not instance.expelled and self.now() - instance.started_at > _FEWEST_S
-        )
+        joined_at = self.now() if instance.joined_at is None else instance.joined_at
+        served = instance.served or (not instance.expelled and self.now() - joined_at > _FEWEST_S)
         failures = 0 if served else instance.failures + 1
         # It may well serve other versions until it is asked for the one that it cannot have.
         failures = max(failures, self._installs.given_up(instance.expelled))
+        error = _NUMBERS.sub("#", why) if process.failed and not served else None
+        if error is not None and error == instance.error:
+            raise RunFailed(f"{why}, twice in a row before it served")
         if failures > _MOST_RESTARTS:
             raise RunFailed(f"{why}, {failures} times")
         self._tell_replaced(why)
         self.driver.lost(instance.name, instance.incarnation, why)
         self._saver.lost(instance.name)
-        self._start_instance(instance.name, instance.incarnation + 1, failures)
+        self._start_instance(instance.name, instance.incarnation + 1, failures, error)
 
     def _tell_replaced(self, why: str) -> None:
         for listener in self.driver.listeners:

@@ -1,0 +1,75 @@
+"""What a run takes from its machine: chosen once, written down, told once."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dora_rl.cli._training import _Follower
+from dora_rl.config import load_toml
+from dora_rl.machine.fast_paths import FAST_PATHS, PORTABLE, Trial
+from dora_rl.runtime import train
+from dora_rl.runtime.session import _Machine
+from dora_rl.runtime.train import execute, prepare, read_config
+from dora_rl.trainer.settings import Dtype
+from tests.runtime.harness import PROMPTS, run, settings
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_auto_is_measured_once_and_written_down(
+    bf16: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def measured(names: list[str]) -> dict[str, Trial]:
+        asked.append(names)
+        return {name: Trial(bf16, "as the test says") for name in names}
+
+    monkeypatch.setattr(train, "in_child", measured)
+    data = settings(model, tmp_path / "run", train={"dtype": "auto"}, run={"steps": 1})
+    plan = prepare(read_config(data), prompts=PROMPTS)
+    chosen = Dtype.BFLOAT16 if bf16 else Dtype.FLOAT32
+    assert plan.config.train.dtype is chosen and asked == [["bf16-training"]]
+    assert execute(plan).ok
+    assert load_toml(tmp_path / "run/config.toml")["train"]["dtype"] == chosen.value
+
+
+def test_a_dtype_that_is_named_is_not_measured(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "in_child", None)
+    data = settings(model, tmp_path / "run", train={"dtype": "bfloat16"})
+    plan = prepare(read_config(data), prompts=PROMPTS)
+    assert plan.config.train.dtype is Dtype.BFLOAT16
+
+
+def test_a_run_writes_down_its_machine(model: Path, tmp_path: Path) -> None:
+    ended = run(model, tmp_path / "run", run={"steps": 1})
+    machine = json.loads((ended.directory / "metrics.json").read_text())["machine"]
+    assert machine["cores"] >= 1 and machine["processor"] and machine["system"]
+    assert set(machine["fast_paths"]) <= set(FAST_PATHS)
+    assert "cpu-affinity" in machine["fast_paths"]
+
+
+def test_what_workers_tried_is_a_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PORTABLE, "1")
+    machine = _Machine()
+    machine.tried(0.0, {"onednn-order": Trial(False, "no avx512bw")})
+    found = machine.to_json()
+    assert found["portable"]
+    assert found["fast_paths"]["onednn-order"] == {
+        "in_force": False,
+        "finding": "no avx512bw",
+        "value": 0,
+    }
+
+
+def test_a_fallback_is_told_once(model: Path, tmp_path: Path) -> None:
+    plan = prepare(read_config(settings(model, tmp_path / "run")), prompts=PROMPTS)
+    follower, told = _Follower(plan), list[str]()
+    follower.tell = told.append
+    trials = {"onednn-order": Trial(False, "no avx512bw"), "fork": Trial(True, "well")}
+    for _ in range(2):
+        follower.tried(0.0, trials)
+    (line,) = told
+    assert "onednn-order" in line and FAST_PATHS["onednn-order"].otherwise in line
