@@ -52,6 +52,12 @@ def test_one_place_lists_them_all() -> None:
         assert path.gives and path.otherwise
 
 
+def test_the_page_of_the_docs_says_the_same() -> None:
+    page = (Path(__file__).parents[2] / "docs/machines.md").read_text()
+    for name, path in FAST_PATHS.items():
+        assert f"| `{name}` | {path.gives} | {path.otherwise} |" in page
+
+
 @pytest.mark.parametrize("name", FAST_PATHS)
 def test_the_switch_turns_each_off(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PORTABLE, "1")
