@@ -120,7 +120,7 @@ def _libraries() -> Iterator[Finding]:
 
 
 def _fast_paths(torch_there: bool) -> Iterator[Finding]:
-    needs_torch = ("models.", "trainer.")
+    needs_torch = ("engines.", "models.", "trainer.")
     names = [
         n for n, p in FAST_PATHS.items() if torch_there or not p.tried_by.startswith(needs_torch)
     ]

@@ -72,6 +72,12 @@ FAST_PATHS = {
         tried_by="models.linear:bf16_products",
         fix="a processor with avx512_bf16 or amx_bf16",
     ),
+    "bf16-kv": FastPath(
+        gives="blocks of KV memory in bfloat16 (`rollout.kv_dtype`) are multiplied as they are",
+        otherwise="they are converted and multiplied in fp32",
+        tried_by="engines.embedded.attention:bf16_kv",
+        fix="a processor with avx512_bf16 or amx_bf16",
+    ),
     "bf16-training": FastPath(
         gives='`train.dtype = "auto"` trains in bfloat16',
         otherwise="it trains in float32",

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dora_rl.engines.embedded import attention
 from dora_rl.engines.embedded.attention import BlockAttention, ExactAttention, Reading, causal
+from dora_rl.machine.fast_paths import Trial
 
 SCALE = 0.37
 
@@ -95,6 +96,25 @@ def test_over_blocks(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
         )
         out = attend(case.q, case.keys, case.values, SCALE)
         torch.testing.assert_close(out.double(), case.plain(), rtol=1e-4, atol=1e-5)
+
+    check()
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_over_blocks_in_bf16(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they are, weights and queries are rounded to bf16 as well; converted, nothing else is."""
+    monkeypatch.setattr(attention, "bf16_kv", lambda: Trial(fast, "as the test says"))
+
+    @given(cases())
+    def check(case: Case) -> None:
+        case.keys, case.values = case.keys.bfloat16(), case.values.bfloat16()
+        case.q = case.q / case.q.abs().max()  # loud scores differ by what rounding does to them
+        attend = BlockAttention(
+            case.regions(), len(case.reads_R), case.block_tokens, case.keys.shape[1]
+        )
+        out = attend(case.q, case.keys, case.values, SCALE)
+        tolerance = 0.05 if fast else 1e-4
+        torch.testing.assert_close(out.double(), case.plain(), rtol=tolerance, atol=tolerance)
 
     check()
 

@@ -16,11 +16,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dora_rl.machine.fast_paths import Unavailable, fast_path
+from dora_rl.models.linear import best_time
+
 _MASKED = -1e30  # finite: a block that nobody reads must not become NaN
 # exp is up to a hundred times slower where its result is denormal or zero. Beside a weight of 1,
 # which every row has, this one vanishes in fp32.
 _LOWEST = -80.0
 _ROOM = 64  # blocks that are worth no thought
+_TRIAL_SHAPE = (96, 3, 64, 64)  # blocks x heads, queries, width, tokens: 32 rows of SmolLM2
 
 
 class Reading(NamedTuple):
@@ -67,7 +71,7 @@ class BlockAttention:
     ) -> Tensor:
         """The attended values of every row, its heads side by side."""
         rows, heads, width = q_RHD.shape
-        q_RKGD = q_RHD.reshape(rows, self._kv_heads, -1, width).to(keys_NKDT.dtype)
+        q_RKGD = q_RHD.reshape(rows, self._kv_heads, -1, width)
         scores = [region.scores(q_RKGD, keys_NKDT, scale) for region in self._regions]
         if self._side_by_side:
             return self._add_up(self._softmax(scores, heads), values_NKTD)
@@ -117,6 +121,25 @@ class BlockAttention:
         return zip(self._regions, products, strict=True)
 
 
+@fast_path("bf16-kv")
+def bf16_kv() -> tuple[str, int]:
+    """Whether blocks in bf16 are multiplied faster as they are than converted before."""
+    entries, queries, width, tokens = _TRIAL_SHAPE
+    q, keys = torch.ones(entries, queries, width), torch.ones(entries, width, tokens).bfloat16()
+    in_bf16 = best_time([lambda: torch.bmm(q.bfloat16(), keys)])
+    in_fp32 = best_time([lambda: torch.bmm(q, keys.float())])
+    found = f"{in_fp32 / in_bf16:.2f} x as fast as converted to fp32"
+    if in_bf16 > in_fp32:
+        raise Unavailable(found)
+    return found, 0
+
+
+def _ready(blocks: Tensor) -> Tensor:
+    """Blocks in the numbers that products of them are fast in."""
+    fast = blocks.dtype == torch.float32 or bf16_kv().in_force
+    return blocks if fast else blocks.float()
+
+
 class _Region:
     """A contiguous run of blocks with the rows that read them.
 
@@ -158,14 +181,14 @@ class _Region:
         self._place_E = torch.tensor([place_of.get(offset + e, 0) for e in range(self.entries)])
 
     def scores(self, q_RKGD: Tensor, keys_NKDT: Tensor, scale: float) -> Tensor:
-        keys = keys_NKDT[self._start : self._stop].flatten(0, 1)
-        q = self._to_blocks(q_RKGD)
+        keys = _ready(keys_NKDT[self._start : self._stop]).flatten(0, 1)
+        q = self._to_blocks(q_RKGD.to(keys.dtype))
         if keys.dtype == torch.float32:
             return torch.baddbmm(self._mask, q, keys, alpha=scale)
         return torch.bmm(q, keys).float().mul_(scale).add_(self._mask)
 
     def times_values(self, weights: Tensor, values_NKTD: Tensor) -> Tensor:
-        values = values_NKTD[self._start : self._stop].flatten(0, 1)
+        values = _ready(values_NKTD[self._start : self._stop]).flatten(0, 1)
         return self.per_entry(torch.bmm(weights.to(values.dtype), values).float())
 
     def per_block(self, x_RH: Tensor) -> Tensor:
