@@ -2,13 +2,18 @@
 
 import json
 import math
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dora_rl.benchmarks.convergence import WAYS, Band, Outcome, Plan, Result, draw
+from dora_rl.benchmarks import convergence
+from dora_rl.benchmarks.convergence import WAYS, Band, Outcome, Plan, Result, draw, measure
+from dora_rl.benchmarks.reporting import Reporter
 from dora_rl.core.errors import UserError
 from dora_rl.runtime.train import read_config
+from tests.benchmarks import stubs
 
 
 def outcome(rewards: list[float], held_out: float, seed: int = 0) -> Outcome:
@@ -45,11 +50,13 @@ def test_time_to_the_goal_is_the_median_and_never_if_half_do_not_reach_it() -> N
 
 def test_differences_are_taken_seed_by_seed() -> None:
     found = result(
-        sync=[outcome([0.1], 0.5), outcome([0.1], 0.9)],
-        other=[outcome([0.1], 0.6), outcome([0.1], 1.0)],
+        sync=[outcome([0.1], 0.5, 0), outcome([0.1], 0.9, 1)],
+        other=[outcome([0.1], 0.6, 0), outcome([0.1], 1.0, 1)],
     )
-    assert found.difference("other").mean == pytest.approx(0.1)
-    assert found.difference("other").high == pytest.approx(0.1)  # the seeds agree
+    difference = found.difference("other")
+    assert difference is not None
+    assert difference.mean == pytest.approx(0.1)
+    assert difference.high == pytest.approx(0.1)  # the seeds agree
     assert found.held_out("other").high > 1.0  # although each way varies much
     assert json.loads(json.dumps(found.to_json()))["ways"]["other"]["held_out"]["mean"] == 0.8
     assert any("other" in line for line in found.summary())
@@ -68,6 +75,30 @@ def test_every_way_is_a_valid_configuration_of_equal_trajectories(way: object) -
 def test_one_seed_has_no_confidence() -> None:
     with pytest.raises(UserError, match="--seeds must be >= 2"):
         Plan(seeds=1)
+
+
+def test_what_was_measured_can_be_shown_at_any_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(data: dict[str, Any], out: Path, reporter: Reporter) -> Any:
+        return data["run"]["seed"]
+
+    monkeypatch.setattr(convergence, "train_once", run)
+    monkeypatch.setattr(Outcome, "of", lambda run, seed: outcome([0.1, 0.2], 0.5, seed))
+    shown = stubs.interrupted_everywhere(partial(measure, Plan(seeds=2, steps=2)))
+    ways = [way.label for way in WAYS]
+    for result in shown:
+        assert isinstance(result, Result)
+        draw(result, tmp_path / "curve.png")
+        # Compared is seed by seed: the second round begins with the last way.
+        assert {result.difference(label) for label in result.outcomes} == {Band(0.0, 0.0, 0.0)}
+    assert [list(result.to_json()["ways"]) for result in shown[:4]] == [
+        ways[:count] for count in (1, 2, 3, 4)
+    ]
+    without_sync = Result(Plan(), {"in_flight": [outcome([0.1], 0.5)]})
+    assert without_sync.difference("in_flight") is None
+    assert without_sync.to_json()["ways"]["in_flight"]["held_out_less_sync"] is None
+    assert " - " in without_sync.summary()[-1]
 
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,23 @@ from dora_rl.benchmarks import engine
 from dora_rl.benchmarks.contestants import arena, roster
 from dora_rl.benchmarks.contestants.process import ContestantFailed, start_all
 from dora_rl.benchmarks.contestants.samples import seconds_of
+from dora_rl.benchmarks.dtypes import DtypeChoice
 from dora_rl.benchmarks.engine import GOALS, Plan, Result, measure
 from dora_rl.benchmarks.models import open_model
+from dora_rl.benchmarks.reporting import Reporter
 from dora_rl.core.errors import UserError
 from tests.benchmarks import stubs
 
 SPEEDS = {"ours": (1.0, 0.5), "hf": (2.0, 2.0), "vllm": (0.5, 0.25)}  # first token, each further
-SMALL = Plan(model="tiny", batches=(2, 1), prompt_tokens=4, new_tokens=3, repeats=2, threads=1)
+SMALL = Plan(
+    model="tiny",
+    batches=(2, 1),
+    prompt_tokens=4,
+    new_tokens=3,
+    repeats=2,
+    threads=1,
+    dtype="bfloat16",
+)
 
 
 class Fake:
@@ -213,7 +224,7 @@ def test_the_same_work_from_ours_and_from_transformers(tmp_path: Path) -> None:
     shape = roster.Shape(batch=2, prompt_tokens=4, new_tokens=3, threads=1)
     starts = [roster.ours(model, shape, tmp_path), roster.other("hf", model, shape)]
     with ExitStack() as stack:
-        for member in start_all(stack, starts, tmp_path, lambda line: None):
+        for member in start_all(stack, starts, tmp_path, Reporter()):
             assert member.ask("about")["threads"] == 1
             for batch, tokens in ((1, 1), (2, 3), (2, 3)):
                 prompts = arena.prompts(f"{batch}/{tokens}", model.config, batch, 4)
@@ -222,14 +233,11 @@ def test_the_same_work_from_ours_and_from_transformers(tmp_path: Path) -> None:
 
 
 def test_the_limits_are_measured_for_real(tmp_path: Path) -> None:
-    start = roster.machine(1)
-    small = {"read_bytes": 1 << 20, "mm_size": 64}
-    quick = type(start)(
-        start.name, start.python, start.file, {**start.settings, **small}, start.env
-    )
     with ExitStack() as stack:
-        (machine,) = start_all(stack, [quick], tmp_path, lambda line: None)
-        assert machine.ask("limits").keys() == stubs.LIMITS.keys()
+        (machine,) = start_all(stack, [roster.machine(1)], tmp_path, Reporter())
+        limits = machine.ask("limits", read_bytes=1 << 20, mm_size=64)
+        assert limits.keys() == stubs.LIMITS.keys()
+        assert machine.ask("peaks", mm_size=64).keys() == limits["mm_flops_per_s"].keys()
 
 
 def test_the_result_names_what_was_measured(log: list[Any]) -> None:
@@ -242,3 +250,37 @@ def test_the_result_names_what_was_measured(log: list[Any]) -> None:
     }
     assert (report["threads"], report["repeats"]) == (1, 2)
     assert (report["prompt_tokens"], report["new_tokens"]) == (4, 3)
+
+
+def test_what_was_measured_can_be_shown_at_any_moment(log: list[Any]) -> None:
+    shown = stubs.interrupted_everywhere(partial(measure, against("hf", "vllm")))
+    first, last = shown[0], shown[-1]
+    assert isinstance(first, Result) and isinstance(last, Result)
+    assert {batch: set(row) for batch, row in first.batches.items()} == {1: {"ours"}}
+    assert first.ratio(1, "hf") is None and first.goals()["ours/hf"]["met"] is False
+    assert last.batches.keys() == {1, 2}
+
+
+def test_repeats_that_do_not_fit_are_left_out_and_told_of(
+    log: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "repeats", lambda count, budget_s: range(count - 1))
+    result = measure(against("hf", repeats=3, phase_seconds=7))
+    samples = result.to_json()["batches"]["2"]["hf"]["samples"]
+    assert len(samples) == 2
+    assert "Note: batch 2: 2 of 3 repeats within --phase-seconds 7." in result.summary()
+
+
+def test_the_chosen_dtype_is_told_with_its_reason(
+    log: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def chosen(name: str, dtype: str | None, work: Path, reporter: Reporter) -> Any:
+        return open_model(name, "float32", work), DtypeChoice("float32", "It is fast.", {"x": 1.0})
+
+    monkeypatch.setattr(engine, "open_in_best_dtype", chosen)
+    result = measure(against(dtype=None))
+    assert "Note: It is fast." in result.summary()
+    assert result.to_json()["dtype_choice"] == {
+        "reason": "It is fast.",
+        "mm_flops_per_s": {"x": 1.0},
+    }

@@ -11,8 +11,10 @@ from dora_rl.benchmarks.limits import (
     Limits,
     Work,
     decode_work,
+    least_s,
     mean_kv_tokens,
     measure,
+    peak_flops,
     roofline,
 )
 from tests.models.configurations import SMALL
@@ -90,3 +92,52 @@ def test_both_kinds_of_numbers_are_measured() -> None:
     assert limits.bandwidth_bytes_per_s > 1e6
     assert limits.mm_flops_per_s.keys() == DTYPE_BYTES.keys()
     assert min(limits.mm_flops_per_s.values()) > 1e6
+
+
+class Machine:
+    """Multiplies at a rate that falls as products grow; notes the sizes."""
+
+    def __init__(self, flops_per_s: float, falls: float = 1.0) -> None:
+        self._rate, self._falls = flops_per_s, falls
+        self.sizes: list[int] = []
+        self.spent_s = 0.0
+
+    def product_s(self, size: int) -> float:
+        self.sizes.append(size)
+        seconds = 2.0 * size**3 / (self._rate / self._falls ** (size / 128))
+        self.spent_s += seconds
+        return seconds
+
+
+def test_a_fast_machine_multiplies_the_largest_matrices() -> None:
+    machine = Machine(200e9)
+    assert peak_flops(machine.product_s, 2048, budget_s=2.0) == pytest.approx(200e9)
+    assert max(machine.sizes) == 2048 and machine.spent_s < 2
+
+
+def test_products_that_would_take_minutes_are_not_begun() -> None:
+    # As bfloat16 on a processor without instructions for it: 2048 takes a minute.
+    machine = Machine(3e9, falls=1.15)
+    best = peak_flops(machine.product_s, 2048, budget_s=2.0)
+    assert best == pytest.approx(3e9 / 1.15)
+    assert 128 < max(machine.sizes) < 2048 and machine.spent_s < 4
+
+
+@given(st.floats(1e6, 1e13), st.floats(1, 1.3))
+def test_a_figure_never_takes_much_longer_than_its_budget(rate: float, falls: float) -> None:
+    machine = Machine(rate, falls)
+    assert peak_flops(machine.product_s, 2048, budget_s=2.0) > 0
+    within = machine.spent_s <= 2.0 * falls**8  # what is expected of the next size may be wrong
+    assert within or machine.sizes == [128]
+
+
+@pytest.mark.parametrize(("seconds", "calls"), [(0.1, 4), (0.9, 2), (5.0, 1)])
+def test_reading_is_repeated_within_the_budget(seconds: float, calls: int) -> None:
+    taken: list[float] = []
+
+    def call_s() -> float:
+        taken.append(seconds)
+        return seconds
+
+    assert least_s(call_s, budget_s=2.0) == seconds
+    assert len(taken) == calls

@@ -1,6 +1,8 @@
 """Moves of a trajectory: their order and arithmetic with fakes, then for real on a tiny model."""
 
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from dora_rl.benchmarks import migration
 from dora_rl.benchmarks.migration import COMPARED, Length, Move, Plan, measure
 from dora_rl.core.errors import UserError
+from tests.benchmarks import stubs
 
 STAYED = list(range(100, 100 + COMPARED))
 
@@ -58,7 +61,7 @@ def moved(monkeypatch: pytest.MonkeyPatch, plan: Plan, **goes_on: list[int]) -> 
         return [Fake(start.name, log, ways) for start in starts]
 
     monkeypatch.setattr(migration, "start_all", fakes)
-    return measure(plan), log
+    return measure(replace(plan, dtype="float32")), log
 
 
 def test_both_ways_are_taken_in_alternating_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,6 +104,21 @@ def test_a_continuation_that_differs_is_counted(monkeypatch: pytest.MonkeyPatch)
             assert result.lengths[0].mismatches == {"kv": 0, "reprefill": 0, way: 3}
 
 
+def test_what_was_measured_can_be_shown_at_any_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan("tiny", (10, 20), repeats=2)
+    moved(monkeypatch, plan)  # fakes from here on
+    shown = stubs.interrupted_everywhere(partial(measure, replace(plan, dtype="float32")))
+    assert list(shown[0].to_json()["tokens"]) == ["10"]
+    assert list(shown[-1].to_json()["tokens"]) == ["10", "20"]
+
+
+def test_moves_that_do_not_fit_are_left_out_and_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(migration, "repeats", lambda count, budget_s: range(count - 1))
+    result, _ = moved(monkeypatch, Plan("tiny", (10,), repeats=3, phase_seconds=7))
+    assert len(result.lengths[0].moves) == 2
+    assert "10 tokens: 2 of 3 repeats within --phase-seconds 7." in result.notes
+
+
 def test_medians_by_hand() -> None:
     def move(kv_s: float, reprefill_s: float) -> Move:
         parts = {"export_s": kv_s / 4, "transfer_s": kv_s / 2, "import_s": kv_s / 4}
@@ -133,13 +151,13 @@ def test_bad_plans_are_refused(changes: dict[str, Any], message: str) -> None:
 
 def test_a_trajectory_must_fit_the_context() -> None:
     with pytest.raises(UserError, match=r"--tokens .* 8193 tokens.*`8192`"):
-        measure(Plan("tiny", (8192 - COMPARED,)))
+        measure(Plan("tiny", (8192 - COMPARED,), dtype="float32"))
 
 
 def test_moves_for_real_go_on_as_if_there_had_been_none() -> None:
-    told: list[str] = []
+    told = stubs.Told()
     plan = Plan("tiny", (70, 9), repeats=1, threads=1, dtype="float32")
-    result = measure(plan, told.append)
+    result = measure(plan, told)
     assert [length.tokens for length in result.lengths] == [9, 70]
     short, long = result.lengths
     # The KV of 61 tokens more: 4 layers, keys and values of 2 heads of 32 numbers, 4 bytes each.
@@ -148,6 +166,6 @@ def test_moves_for_real_go_on_as_if_there_had_been_none() -> None:
     for length in result.lengths:
         assert length.mismatches == {"kv": 0, "reprefill": 0}
         assert 0 < sum(length.moves[0].parts_s.values()) <= length.kv_s * 1.5
-    assert told[:2] == ["loading source", "loading target"]
+    assert told.lines[:2] == ["loading source", "loading target"]
     text = "\n".join(result.summary())
     assert "tiny, a random Llama, float32, 1 threads" in text

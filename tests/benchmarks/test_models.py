@@ -71,6 +71,13 @@ def test_a_known_model_may_be_absent_until_it_is_opened(
         open_model("smollm2", "float32", tmp_path)
 
 
+def test_the_quickstarts_model_is_there_without_fetching(tmp_path: Path) -> None:
+    model = open_model("quickstart", None, tmp_path)
+    assert (model.directory / "tokenizer.json").is_file()
+    assert model.title == "the quickstart's model"
+    assert open_model("quickstart", "float32", tmp_path).config.dtype == "float32"
+
+
 def test_versions_differ_and_the_first_is_the_model(tmp_path: Path) -> None:
     directory = open_model("tiny", None, tmp_path).directory
     store = WeightStore(tmp_path / "weights")

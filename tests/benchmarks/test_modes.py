@@ -1,18 +1,22 @@
 """The comparison of paradigms: what it asks for, and what it makes of the answers."""
 
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dora_rl.benchmarks import modes
 from dora_rl.benchmarks.modes import Plan, Reading, Result, Split, measure
+from dora_rl.benchmarks.reporting import Reporter
 from dora_rl.benchmarks.training import train_once
 from dora_rl.cli.bench import modes as cli_modes
 from dora_rl.config import merged
 from dora_rl.core.errors import UserError
 from dora_rl.core.settings import ParadigmName
 from dora_rl.runtime.train import Run, read_config
+from tests.benchmarks import stubs
 
 SYNC, OURS = ParadigmName.SYNC, ParadigmName.MULTI_VERSION
 
@@ -63,6 +67,7 @@ def test_every_split_is_a_valid_configuration_with_the_same_slots(paradigm: Para
     [
         ({"steps": 0}, "--steps"),
         ({"rounds": 0}, "--rounds"),
+        ({"search_steps": -1}, "--search-steps must be >= 0"),
         ({"warmup_steps": 16}, "--warmup-steps"),
         ({"paradigms": ()}, "--paradigms"),
         ({"slots": (1,), "cores": 2}, "--slots"),
@@ -73,13 +78,46 @@ def test_what_cannot_be_measured_is_refused(wrong: dict[str, Any], said: str) ->
         Plan(**wrong)
 
 
+@pytest.fixture
+def fake_runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Runs that end at once; the paradigms that were asked for."""
+    asked: list[str] = []
+
+    def run(data: dict[str, Any], out: Path, reporter: Reporter, *, warmup_steps: int) -> Any:
+        asked.append(data["orchestration"]["paradigm"])
+        return SimpleNamespace(summary=SimpleNamespace(tokens_per_s=float(len(asked))))
+
+    monkeypatch.setattr(modes, "train_once", run)
+    monkeypatch.setattr(Reading, "of", lambda run, warmup: reading(run.summary.tokens_per_s))
+    return asked
+
+
+def test_what_was_measured_can_be_shown_at_any_moment(fake_runs: list[str]) -> None:
+    plan = Plan(paradigms=(SYNC, OURS), rounds=2, cores=2, slots=(8,))
+    shown = [r.to_json() for r in stubs.interrupted_everywhere(partial(measure, plan))]
+    assert (len(shown[0]["search"]), shown[0]["modes"], shown[0]["lengths"]) == (1, {}, None)
+    with_rounds = [report for report in shown if report["modes"]]
+    assert list(with_rounds[0]["modes"]) == ["sync"] and with_rounds[0]["ratios"] == {}
+    assert list(with_rounds[-1]["modes"]) == ["sync", "multi_version"]
+
+
+def test_without_a_search_the_first_split_is_taken(fake_runs: list[str]) -> None:
+    plan = Plan(paradigms=(SYNC, OURS), rounds=1, search_steps=0, cores=2)
+    result = measure(plan)
+    assert fake_runs == ["sync", "multi_version"]
+    assert result.chosen == {name: plan.splits(name)[0] for name in (SYNC, OURS)}
+    assert result.searched == {} and "search" not in result.summary()[0]
+
+
 @pytest.mark.slow
 def test_paradigms_are_searched_and_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the logical clock: what is asked for is run, whatever the machine does."""
 
-    def inline(data: dict[str, Any], out: Path, *, warmup_steps: int = 0) -> Run:
+    def inline(
+        data: dict[str, Any], out: Path, reporter: Reporter, *, warmup_steps: int = 0
+    ) -> Run:
         quick = {"runtime": {"kind": "inline"}, "rollout": {"deterministic": False}}
-        return train_once(merged(data, quick), out, warmup_steps=warmup_steps)
+        return train_once(merged(data, quick), out, reporter, warmup_steps=warmup_steps)
 
     monkeypatch.setattr(modes, "train_once", inline)
     plan = Plan(

@@ -1,11 +1,13 @@
 """The protocol between a benchmark and its contestants, with processes that misbehave."""
 
+import itertools
 import os
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,10 +19,11 @@ from dora_rl.benchmarks.contestants.process import (
     Start,
     start_all,
 )
+from dora_rl.benchmarks.reporting import Reporter
 from tests.benchmarks import stubs
 
 CODE = """
-import os, subprocess, sys, threading, time
+import os, subprocess, sys, time
 
 class One:
     def echo(self, **given):
@@ -50,12 +53,6 @@ class One:
 
     def spawns(self):
         return subprocess.Popen(["sleep", "60"]).pid
-
-    def spins(self):
-        def spin():
-            while True:
-                pass
-        threading.Thread(target=spin, daemon=True).start()
 
     def works(self, seconds):
         until = time.process_time() + seconds
@@ -150,7 +147,7 @@ def test_one_that_leaves_without_a_word(tmp_path: Path) -> None:
 def test_one_that_cannot_load(tmp_path: Path) -> None:
     start = stubs.start(tmp_path, "one", CODE, broken=True)
     with pytest.raises(ContestantFailed, match="cannot load"), ExitStack() as stack:
-        start_all(stack, [start], tmp_path, lambda line: None)
+        start_all(stack, [start], tmp_path, Reporter())
 
 
 def test_a_hang_has_an_end(tmp_path: Path) -> None:
@@ -197,31 +194,57 @@ def test_processor_time_is_seen_and_an_idle_one_settles(tmp_path: Path) -> None:
         assert one.settle()
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processor time is in /proc")
-def test_one_that_spins_while_others_work_is_found(
+def test_one_whose_processor_time_grows_does_not_settle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "_SETTLE_LIMIT_S", 0.3)
-    with loaded(tmp_path, "quiet") as quiet, loaded(tmp_path, "spinner") as spinner:
-        company = Company([quiet, spinner])
-        company.ask("quiet", "echo")
-        company.ask("spinner", "spins")
-        # On a loaded machine it may get no processor for as long as a look takes.
-        assert not all(spinner.settle() for _ in range(50))
-        company.ask("quiet", "works", seconds=1)
-        company.ask("spinner", "works", seconds=1)
-    shares = company.idle_shares()
-    assert shares["spinner"] > 0.1 > 2 * shares["quiet"]
+    with loaded(tmp_path) as one:
+        spinning = itertools.count(0.0, process._SETTLE_S)
+        monkeypatch.setattr(one, "cpu_s", lambda: next(spinning))
+        assert not one.settle()
+        monkeypatch.setattr(one, "cpu_s", lambda: 7.0)
+        assert one.settle()
+        monkeypatch.setattr(one, "cpu_s", lambda: None)  # the system does not tell
+        assert one.settle()
+
+
+class Member:
+    """A contestant whose processor time is told by the test."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.used_s = name, 0.0
+
+    def ask(self, request: str, **given: Any) -> None:
+        for member, seconds in given.items():
+            MEMBERS[member].used_s += seconds
+
+    def cpu_s(self) -> float:
+        return self.used_s
+
+    def settle(self) -> bool:
+        return True
+
+
+MEMBERS = {name: Member(name) for name in ("quiet", "spinner")}
+
+
+def test_one_that_spins_while_another_works_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = itertools.count(0.0, 10.0)  # each request takes ten seconds
+    monkeypatch.setattr(process.time, "monotonic", lambda: next(now))
+    company = Company(list(MEMBERS.values()))  # type: ignore[arg-type]
+    company.ask("quiet", "work", quiet=9.0, spinner=4.0)
+    company.ask("spinner", "work", spinner=9.0)
+    assert company.idle_shares() == {"quiet": 0.0, "spinner": 0.4}
 
 
 def test_each_is_loaded_in_turn_and_ended_with_the_stack(tmp_path: Path) -> None:
-    told: list[str] = []
+    told = stubs.Told()
     with ExitStack() as stack:
         starts = [stubs.start(tmp_path, name) for name in ("a", "b")]
-        members = start_all(stack, starts, tmp_path, told.append)
+        members = start_all(stack, starts, tmp_path, told)
         assert [member.ask("about")["version"] for member in members] == ["1", "1"]
         pids = [member._child.pid for member in members]
-    assert told == ["loading a", "loading b"]
+    assert told.lines == ["loading a", "loading b"]
     assert not any(map(alive, pids))
 
 

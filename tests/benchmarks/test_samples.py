@@ -9,7 +9,7 @@ from dora_rl.benchmarks.contestants.samples import Samples, median, rate, ratio,
 
 
 def test_rates_by_hand() -> None:
-    samples = Samples(4, 10, 11, prefill_s=[2.0, 1.0, 4.0], total_s=[4.0, 2.0, 12.0])
+    samples = Samples(4, 10, 11, [(2.0, 4.0), (1.0, 2.0), (4.0, 12.0)])
     assert samples.prefill_tokens_per_s == 4 * 10 / 2.0
     # 4 * 10 tokens beyond the first, in 2, 1 and 8 seconds
     assert samples.decode_tokens_per_s == 20.0
@@ -17,10 +17,10 @@ def test_rates_by_hand() -> None:
 
 
 def test_a_repeat_that_was_all_noise_does_not_count() -> None:
-    samples = Samples(1, 1, 3, prefill_s=[1.0, 1.0, 1.0], total_s=[0.9, 1.0, 2.0])
+    samples = Samples(1, 1, 3, [(1.0, 0.9), (1.0, 1.0), (1.0, 2.0)])
     assert samples.decode_tokens_per_s == 2.0
     assert samples.lost == 2
-    lost = Samples(1, 1, 3, prefill_s=[1.0], total_s=[0.5])
+    lost = Samples(1, 1, 3, [(1.0, 0.5)])
     assert lost.decode_tokens_per_s is None
     assert lost.to_json()["samples"] == [{"prefill_s": 1.0, "total_s": 0.5}]
 
@@ -34,9 +34,8 @@ def test_a_machine_that_is_so_many_times_slower_has_so_many_times_lower_rates(
     times: list[tuple[float, float]], batch: int, slower: float
 ) -> None:
     def samples(scale: float) -> Samples:
-        prefill = [scale * first for first, _ in times]
-        total = [scale * (first + more) for first, more in times]
-        return Samples(batch, 8, 9, prefill, total)
+        seconds = [(scale * first, scale * (first + more)) for first, more in times]
+        return Samples(batch, 8, 9, seconds)
 
     fast, slow = samples(1.0), samples(slower)
     assert fast.decode_tokens_per_s is not None and slow.decode_tokens_per_s is not None

@@ -5,6 +5,7 @@ import json
 import sys
 import types
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from hypothesis import strategies as st
 
 import dora_rl
 from dora_rl import cli
-from dora_rl.benchmarks import trl
-from dora_rl.benchmarks.contestants import arena, process, trl_process, trl_runs
+from dora_rl.benchmarks import training, trl
+from dora_rl.benchmarks.contestants import process, trl_process, trl_runs
 from dora_rl.benchmarks.contestants.process import Contestant, ContestantFailed
 from dora_rl.benchmarks.contestants.trl_runs import (
     Choice,
@@ -27,10 +28,10 @@ from dora_rl.benchmarks.contestants.trl_runs import (
     questions,
 )
 from dora_rl.benchmarks.models import open_model
+from dora_rl.benchmarks.reporting import Reporter
 from dora_rl.benchmarks.trl import Plan, Result, Side
 from dora_rl.core.errors import UserError
 from dora_rl.quickstart import model_directory
-from dora_rl.runtime import train as runtime
 from tests.benchmarks import stubs
 
 MODEL = str(model_directory())
@@ -119,6 +120,7 @@ def test_a_run_ahead_is_as_far_ahead_at_the_end_as_at_the_beginning(
         ({"prompts": 0}, "--prompts must be >= 1: `0`"),
         ({"group_size": 1}, "--group-size must be >= 2: `1`"),
         ({"max_tokens": 0}, "--max-tokens must be >= 1: `0`"),
+        ({"search_steps": -1}, "--search-steps must be >= 0: `-1`"),
         ({"model": "tiny"}, "`tiny` has no tokenizer"),
         ({"model": "nowhere"}, "no such model: `nowhere`"),
     ],
@@ -148,7 +150,8 @@ def test_the_python_of_trl_is_the_named_one_or_that_of_its_environment(
 
 
 def test_trl_takes_its_best_way_and_warm_up_is_not_counted(child: Contestant) -> None:
-    side = trl._measure_trl(TrlRuns(work(max_tokens=5), child, letters, lambda _: None), 3)
+    side = Side()
+    trl._measure_trl(TrlRuns(work(max_tokens=5), child, letters, Reporter()), plan(), side)
     # bfloat16 and float32 are slower; then 4 sequences beat 8, as the stub has it.
     assert [way for way, _ in side.tried] == [
         *(Choice(dtype, 8) for dtype in trl_process.DTYPES),
@@ -167,7 +170,8 @@ def test_sizes_of_a_pass_divide_the_batch(batch: int) -> None:
             assert batch % way.per_device == 0
             return Trained([1.0], [way.per_device])
 
-    side = trl._measure_trl(Fake(), 1)  # type: ignore[arg-type]
+    side = Side()
+    trl._measure_trl(Fake(), plan(steps=1), side)  # type: ignore[arg-type]
     ways = [way for way, _ in side.tried if isinstance(way, Choice)]
     assert len(side.tried) == len(ways) == len(set(ways))
     assert {way.dtype for way in ways} == set(trl_process.DTYPES)
@@ -176,7 +180,7 @@ def test_sizes_of_a_pass_divide_the_batch(batch: int) -> None:
 
 
 def test_trl_that_reads_other_prompts_is_not_compared_with(child: Contestant) -> None:
-    run = TrlRuns(work(), child, lambda question: [1], lambda _: None)
+    run = TrlRuns(work(), child, lambda question: [1], Reporter())
     with pytest.raises(ContestantFailed, match="reads other tokens"):
         run.train(Choice("mixed", 4), 1, 0)
 
@@ -185,7 +189,7 @@ def test_trl_that_trains_another_batch_is_not_compared_with(tmp_path: Path) -> N
     code = STUB.replace("[batch] * num_steps", "[batch - 1] * num_steps")
     with Contestant(stubs.start(tmp_path, "trl", code), tmp_path) as child:
         child.load()
-        run = TrlRuns(work(), child, letters, lambda _: None)
+        run = TrlRuns(work(), child, letters, Reporter())
         with pytest.raises(ContestantFailed, match=r"trained \[7\] completions"):
             run.train(Choice("mixed", 4), 1, 0)
 
@@ -306,13 +310,13 @@ def test_only_what_is_between_warm_up_and_tail_is_measured(staleness: int, steps
 
 @pytest.fixture
 def ours(tmp_path: Path) -> OurRuns:
-    return OurRuns(work(), model_directory(), tmp_path, lambda _: None)
+    return OurRuns(work(), model_directory(), tmp_path, Reporter())
 
 
 def fake_run(monkeypatch: pytest.MonkeyPatch, plans: list[Any], **ending: Any) -> None:
     """Runs that only say how they were planned, and end at once."""
 
-    def execute(planned: Any) -> Any:
+    def execute(planned: Any, **told: Any) -> Any:
         if "before" in ending:
             with pytest.raises((ContestantFailed, ValueError)):  # its pipe is closed
                 ending["before"]()
@@ -328,7 +332,7 @@ def fake_run(monkeypatch: pytest.MonkeyPatch, plans: list[Any], **ending: Any) -
             steps=[record(step) for step in range(planned.config.run.steps)],
         )
 
-    monkeypatch.setattr(runtime, "execute", execute)
+    monkeypatch.setattr(training, "execute", execute)
 
 
 def test_ours_is_told_what_was_agreed(ours: OurRuns, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,7 +376,8 @@ def test_ours_takes_its_fastest_way(ours: OurRuns, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         ours, "train", lambda way, steps: Trained([1.0] * steps, [rates[way]] * steps)
     )
-    side = trl._measure_ours(ours, ways, 3)
+    side = Side()
+    trl._measure_ours(ours, ways, plan(), side)
     assert side.best == ways[2]
     assert side.trained == Trained([1.0] * 3, [50] * 3)
     assert dict(side.tried) == rates
@@ -395,7 +400,7 @@ def test_ours_runs_when_trl_is_gone_and_both_are_asked_the_same(
     monkeypatch.setattr(trl, "_start", lambda *given: stubs.start(tmp_path, "trl", STUB))
     monkeypatch.setattr(trl, "start_all", start)
     monkeypatch.setattr(OurRuns, "encode", lambda self, question: letters(question))
-    monkeypatch.setattr(arena, "processors", lambda: 2)
+    monkeypatch.setattr(trl, "cores", lambda: 2)
     fake_run(monkeypatch, plans, before=lambda: children[0].ask("about"))
     result = trl.measure(plan(max_tokens=5, trl_python=sys.executable))
     assert result.trl.trained == Trained([2.0] * 3, [40] * 3)
@@ -404,6 +409,50 @@ def test_ours_runs_when_trl_is_gone_and_both_are_asked_the_same(
     assert result.ratio == pytest.approx(10 / 20)
     assert len(plans) == len(trl.splits(2)) + 1
     assert result.to_json()["ours"]["searched"][0]["paradigm"] == "sync"
+
+
+class InProcess:
+    """The stub without a process of its own."""
+
+    def __init__(self) -> None:
+        made: dict[str, Any] = {}
+        exec(STUB, made)
+        self._stub = made["load"]()
+
+    def ask(self, request: str) -> Any:
+        return getattr(self._stub, request)()
+
+    def send(self, request: str, **given: Any) -> None:
+        self._answer = getattr(self._stub, request)(**given)
+
+    def receive(self, timeout_s: float) -> Any:
+        return self._answer
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Both sides as fakes; the plans of our runs."""
+    plans: list[Any] = []
+    monkeypatch.setattr(trl, "start_all", lambda *given: [InProcess()])
+    monkeypatch.setattr(OurRuns, "encode", lambda self, question: letters(question))
+    monkeypatch.setattr(trl, "cores", lambda: 2)
+    fake_run(monkeypatch, plans)
+    return plans
+
+
+def test_what_was_measured_can_be_shown_at_any_moment(in_process: list[Any]) -> None:
+    asked = plan(max_tokens=5, trl_python=sys.executable)
+    shown = [r.to_json() for r in stubs.interrupted_everywhere(partial(trl.measure, asked))]
+    assert len(shown[0]["trl"]["searched"]) == 1 and "tokens_per_s" not in shown[0]["trl"]
+    assert shown[-1]["trl"]["tokens_per_s"] == 20.0 and shown[-1]["ratio"] is None
+    assert len(shown[-1]["ours"]["searched"]) == len(trl.splits(2))
+
+
+def test_without_a_search_each_side_takes_its_first_way(in_process: list[Any]) -> None:
+    result = trl.measure(plan(max_tokens=5, trl_python=sys.executable, search_steps=0))
+    assert (result.trl.best, result.ours.best) == (Choice("float32", 8), trl.splits(2)[0])
+    assert result.trl.tried == result.ours.tried == [] and len(in_process) == 1
+    assert not any("Searched" in line for line in result.summary())
 
 
 @pytest.mark.parametrize(
@@ -441,7 +490,7 @@ def test_the_command_shows_both_and_their_ratio(
 ) -> None:
     seen: list[Plan] = []
 
-    def measure(asked: Plan, progress: Any) -> Result:
+    def measure(asked: Plan, reporter: Reporter) -> Result:
         seen.append(asked)
         way, choice = Split("multi_version", 1, 1, 1), Choice("mixed", 4)
         return Result(
@@ -474,9 +523,9 @@ def test_the_command_shows_both_and_their_ratio(
 def test_the_defaults_of_the_command_are_those_of_the_plan() -> None:
     from dora_rl.cli.bench import command
 
-    other = ("as_json", "trl_python")
+    other = ("as_json", "quick", "trl_python")
     options = {o.name: o.default for o in command.commands["trl"].params if o.name not in other}
-    assert len(options) == 5
+    assert len(options) == 6
     assert {name: getattr(Plan(), str(name)) for name in options} == options
 
 

@@ -1,6 +1,7 @@
 """Several live versions in one batch: order and arithmetic with a fake, then for real."""
 
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from dora_rl.benchmarks import versions
 from dora_rl.benchmarks.versions import Plan, measure
 from dora_rl.core.errors import UserError
+from tests.benchmarks import stubs
 
 SMALL: dict[str, Any] = {
     "model": "tiny",
@@ -15,6 +17,7 @@ SMALL: dict[str, Any] = {
     "prompt_tokens": 4,
     "new_tokens": 3,
     "threads": 1,
+    "dtype": "float32",
 }
 
 
@@ -70,6 +73,24 @@ def test_ratios_by_hand(log: list[dict[str, Any]]) -> None:
     ]
 
 
+def test_what_was_measured_can_be_shown_at_any_moment(log: list[dict[str, Any]]) -> None:
+    shown = stubs.interrupted_everywhere(partial(measure, Plan(**SMALL, repeats=2)))
+    assert [list(result.to_json()["versions"]) for result in shown[:3]] == [
+        ["1"],
+        ["1", "2"],
+        ["1", "2", "4"],
+    ]
+
+
+def test_repeats_that_do_not_fit_are_left_out_and_told_of(
+    log: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "repeats", lambda count, budget_s: range(count - 1))
+    result = measure(Plan(**SMALL, repeats=3, phase_seconds=7))
+    assert len(result.samples[4].seconds) == 2
+    assert "2 of 3 repeats within --phase-seconds 7." in result.notes
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -93,8 +114,9 @@ def test_a_sequence_must_fit_the_context() -> None:
 
 
 def test_several_versions_for_real() -> None:
-    told: list[str] = []
-    result = measure(Plan(**SMALL, versions=(1, 2, 4), repeats=1), told.append)
+    told = stubs.Told()
+    result = measure(Plan(**SMALL, versions=(1, 2, 4), repeats=1), told)
     assert list(result.samples) == [1, 2, 4]
-    assert all(min(samples.total_s) > 0 for samples in result.samples.values())
-    assert told[0] == "loading ours" and told[-1] == "repeat 1 of 1: 4 versions"
+    assert all(total > 0 for samples in result.samples.values() for _, total in samples.seconds)
+    assert told.lines[0] == "loading ours"
+    assert told.lines[-1] == "measuring, repeat 1 of 1: 4 versions"

@@ -1,20 +1,29 @@
 """`dora-rl bench`: what it shows, what it refuses, and what it leaves behind."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import dora_rl
 from dora_rl import cli
-from dora_rl.benchmarks import engine, migration, versions
+from dora_rl.benchmarks import (
+    convergence,
+    durability,
+    engine,
+    migration,
+    models,
+    modes,
+    trl,
+    versions,
+)
 from dora_rl.benchmarks.contestants import roster
 from dora_rl.benchmarks.orchestrator import DEFAULT_EVENTS, DEFAULT_INSTANCES, GOAL, measure
 from dora_rl.benchmarks.world import GROUP_SIZE, SLOTS, World, settings_for
+from dora_rl.cli._quick import QUICK
 from dora_rl.core.invariants import check
 from tests.benchmarks import stubs
 
@@ -99,10 +108,24 @@ def test_the_world_keeps_every_promise_and_scales_with_its_instances() -> None:
 
 
 def test_progress_is_told() -> None:
-    told: list[str] = []
-    measure([4, 8], 100, told.append)
-    assert told[:2] == ["warming up 4 instances", "warming up 8 instances"]
-    assert all(line.startswith("measuring") for line in told[2:])
+    told = stubs.Told()
+    measure([4, 8], 100, told)
+    assert told.lines[:2] == ["warming up 4 instances", "warming up 8 instances"]
+    assert all(line.startswith("measuring") for line in told.lines[2:])
+
+
+def test_progress_is_plain_lines_on_stderr_and_stdout_is_json_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main([*TINY, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["complete"] is True
+    assert err.splitlines()[:3] == [
+        "warming up 4 instances",
+        "warming up 16 instances",
+        "measuring",
+    ]
+    assert "\x1b" not in err and "\r" not in err
 
 
 # The benches of the embedded engine
@@ -130,7 +153,7 @@ def test_engine_shows_a_table_and_leaves_nothing(
     assert title.startswith("tiny, a random Llama, bfloat16")
     assert head.split() == ["batch", "ours", "tokens/s", "share", "ours"]
     assert one.split()[:2] == ["1", "2.0"] and two.split()[:2] == ["2", "4.0"]
-    assert err == ""  # no terminal, no progress
+    assert err.splitlines()[0] == "loading machine"
     assert list(stand_ins.iterdir()) == []
 
 
@@ -152,7 +175,7 @@ def test_versions_as_json(stand_ins: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_migration_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     args = ["bench", "migration", "--model", "tiny", "--tokens", "9", "--repeats", "1", "--json"]
-    assert cli.main([*args, "--threads", "1"]) == 0
+    assert cli.main([*args, "--threads", "1", "--dtype", "float32"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["tokens"].keys() == {"9"}
     assert report["tokens"]["9"]["kv_s"] > 0
@@ -168,8 +191,8 @@ def test_a_contestant_that_dies_is_named_and_the_code_is_1(
     assert cli.main([*ENGINE, "--against", "vllm"]) == 1
     out, err = capsys.readouterr()
     assert out == ""
-    assert err == (
-        "error: vllm died of SIGILL when asked to `load`. Its last words: no such instruction\n"
+    assert err.splitlines()[-1] == (
+        "error: vllm died of SIGILL when asked to `load`. Its last words: no such instruction"
     )
     assert list(stand_ins.iterdir()) == []
 
@@ -198,8 +221,8 @@ def test_bad_input_of_the_engine_benches_is_one_line_and_code_2(
     assert cli.main(["bench", *args]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert message in err
-    assert len(err.splitlines()) == 1
+    (error,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert message in error
     assert list(stand_ins.iterdir()) == []
 
 
@@ -209,7 +232,7 @@ def test_the_defaults_of_the_commands_are_those_of_the_plans() -> None:
     for name, module in (("engine", engine), ("migration", migration), ("versions", versions)):
         plan = module.Plan()
         for option in command.commands[name].params:
-            if option.name in ("as_json", "threads", "dtype"):
+            if option.name in ("as_json", "quick", "threads", "dtype"):
                 continue
             wanted = getattr(plan, str(option.name))
             if isinstance(wanted, tuple):
@@ -217,7 +240,7 @@ def test_the_defaults_of_the_commands_are_those_of_the_plans() -> None:
             assert option.default == wanted, (name, option.name)
 
 
-@pytest.mark.parametrize("name", ["orchestrator", "engine", "migration", "versions"])
+@pytest.mark.parametrize("name", QUICK)
 def test_every_bench_has_help_with_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", name, "--help"]) == 0
     assert f"\n    dora-rl bench {name}" in capsys.readouterr().out
@@ -248,45 +271,77 @@ sys.exit(codes != [0, 0, 2, 2, 2])
         ) in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_ends_the_children_and_removes_the_files(
-    number: signal.Signals, tmp_path: Path
+# --quick
+
+
+def test_quick_replaces_defaults_and_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    temporary, pid = tmp_path / "temporary", tmp_path / "pid"
-    temporary.mkdir()
-    hanging = f"""
-import os, time
+    monkeypatch.setitem(QUICK, "orchestrator", {"instances": "2,3", "events": 100})
+    assert cli.main(["bench", "orchestrator", "--quick"]) == 0
+    first, _, *rows, _ = capsys.readouterr().out.splitlines()
+    assert first.startswith("Quick: ")
+    assert [row.split()[0] for row in rows] == ["2", "3"]
+    assert cli.main(["bench", "orchestrator", "--quick", "--instances", "4", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [size["instances"] for size in report["sizes"]] == [4]  # what is given wins
+    assert (report["quick"], report["complete"]) == (True, True)
+    assert cli.main([*TINY, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["quick"] is False
 
-def load():
-    with open({str(pid)!r}, "w") as file:
-        file.write(f"{{os.getpid()}} ")
-    time.sleep(60)
-"""
-    code = f"""
-import pathlib, sys
-from dora_rl import cli
-from dora_rl.benchmarks.contestants import roster
-from tests.benchmarks import stubs
 
-folder = pathlib.Path({str(tmp_path)!r})
-roster.ours = lambda *given: stubs.start(folder, "ours", {hanging!r})
-sys.exit(cli.main(["bench", "engine", "--model", "tiny"]))
-"""
-    bench = subprocess.Popen(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "TMPDIR": str(temporary)},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    deadline = time.monotonic() + 60
-    while not (pid.exists() and pid.read_text().endswith(" ")):
-        assert bench.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
-    assert list(temporary.iterdir()) != []
-    bench.send_signal(number)
-    _, err = bench.communicate(timeout=30)
-    assert (bench.returncode, err.strip()) == (130, "error: interrupted")
-    assert list(temporary.iterdir()) == []
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(pid.read_text()), 0)
+def test_an_option_that_is_given_as_its_default_wins_too(
+    monkeypatch: pytest.MonkeyPatch, stand_ins: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["bench", "engine", "--quick", "--batches", "1", "--repeats", "3", "--json"]
+    assert cli.main(args) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["model"]["title"], report["repeats"]) == ("tiny, a random Llama", 3)
+
+
+def test_every_bench_has_quick_values_for_options_of_its_own() -> None:
+    from dora_rl.cli.bench import command
+
+    assert QUICK.keys() == command.commands.keys()
+    for name, bench in command.commands.items():
+        options = {str(option.name): option for option in bench.params}
+        assert "quick" in options and "as_json" in options
+        for option, value in QUICK[name].items():
+            default = options[option].default
+            assert type(value) is type(default) or isinstance(default, int), (name, option)
+            assert value != default, (name, option)
+
+
+@pytest.mark.parametrize("name", ["engine", "migration", "versions", "trl"])
+def test_quick_needs_no_model_that_has_to_be_fetched(name: str) -> None:
+    assert QUICK[name]["model"] in (models.TINY, models.QUICKSTART)
+
+
+def test_quick_makes_plans_that_can_be_measured() -> None:
+    """Each with the quick values in place of the plan's own."""
+    plans: dict[str, Any] = {
+        "engine": engine.Plan,
+        "migration": migration.Plan,
+        "versions": versions.Plan,
+        "trl": trl.Plan,
+        "modes": modes.Plan,
+        "durability": durability.Plan,
+        "convergence": convergence.Plan,
+    }
+    for name, plan in plans.items():
+        values = {
+            {"groups": "groups_per_step"}.get(key, key): tuple(map(int, value.split(",")))
+            if key in ("batches", "tokens")
+            else value
+            for key, value in QUICK[name].items()
+        }
+        plan(**values)
+
+
+def test_quick_trl_without_its_environment_names_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(dora_rl, "__file__", str(tmp_path / "src" / "dora_rl" / "x.py"))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
+    assert cli.main(["bench", "trl", "--quick"]) == 2
+    assert "Run: make venv-trl" in capsys.readouterr().err

@@ -7,17 +7,17 @@ the last version, and the time to a given reward on this machine.
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dora_rl.benchmarks.reporting import Reporter
 from dora_rl.benchmarks.training import train_once, workplace
 from dora_rl.config import load_toml, merged
 from dora_rl.core.errors import UserError
 from dora_rl.runtime.train import Run
 
-Progress = Callable[[str], None]
 _SMOOTH = 5  # steps; a step's mean reward alone is mostly noise
 
 # Two-sided 95 % of Student's t, by degrees of freedom; beyond the last one, the normal's.
@@ -50,8 +50,9 @@ class Plan:
     def __post_init__(self) -> None:
         if self.seeds < 2:
             raise UserError(f"--seeds must be >= 2, for a confidence band: `{self.seeds}`.")
-        if self.steps < 1:
-            raise UserError(f"--steps must be >= 1: `{self.steps}`.")
+        for option, number in (("--steps", self.steps), ("--eval-size", self.eval_size)):
+            if number < 1:
+                raise UserError(f"{option} must be >= 1: `{number}`.")
 
     def config(self, way: Way, seed: int) -> dict[str, Any]:
         import dora_rl.quickstart
@@ -126,6 +127,8 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Result:
+    """An interrupted measurement has fewer ways, and fewer seeds of some."""
+
     plan: Plan
     outcomes: dict[str, list[Outcome]]
 
@@ -137,10 +140,15 @@ class Result:
     def held_out(self, label: str) -> Band:
         return Band.of([outcome.held_out for outcome in self.outcomes[label]])
 
-    def difference(self, label: str, base: str = "sync") -> Band:
-        """Held-out reward less that of the base, seed by seed."""
-        pairs = zip(self.outcomes[label], self.outcomes[base], strict=True)
-        return Band.of([ours.held_out - other.held_out for ours, other in pairs])
+    def difference(self, label: str, base: str = "sync") -> Band | None:
+        """Held-out reward less that of the base, seed by seed; None without a seed of both."""
+        bases = {outcome.seed: outcome.held_out for outcome in self.outcomes.get(base, [])}
+        found = [
+            outcome.held_out - bases[outcome.seed]
+            for outcome in self.outcomes[label]
+            if outcome.seed in bases
+        ]
+        return Band.of(found) if found else None
 
     def time_to_goal(self, label: str) -> float | None:
         """Median over the seeds; None if half of them never got there."""
@@ -158,13 +166,14 @@ class Result:
             "ways": {
                 label: {
                     "held_out": self.held_out(label)._asdict(),
-                    "held_out_less_sync": self.difference(label)._asdict(),
+                    "held_out_less_sync": less and less._asdict(),
                     "time_to_goal_s": self.time_to_goal(label),
                     "mean_staleness": statistics.fmean(o.mean_staleness for o in outcomes),
                     "curve": [band._asdict() for band in self.curve(label)],
                     "runs": [outcome._asdict() for outcome in outcomes],
                 }
                 for label, outcomes in self.outcomes.items()
+                for less in [self.difference(label)]
             },
         }
 
@@ -177,30 +186,34 @@ class Result:
             f"{f'to {plan.goal} (s)':>12}",
         ]
         for label, outcomes in self.outcomes.items():
-            held, less, time_s = (
-                self.held_out(label),
-                self.difference(label),
-                self.time_to_goal(label),
-            )
+            held, time_s = self.held_out(label), self.time_to_goal(label)
+            less = self.difference(label)
+            than_sync = "-" if less is None else _shown(less)
             staleness = statistics.fmean(o.mean_staleness for o in outcomes)
             lines.append(
-                f"{label:<18} {_shown(held):>22} {_shown(less):>24} {staleness:>9.2f} "
+                f"{label:<18} {_shown(held):>22} {than_sync:>24} {staleness:>9.2f} "
                 f"{'never' if time_s is None else f'{time_s:.1f}':>12}"
             )
         return lines
 
 
-def measure(plan: Plan, progress: Progress = lambda _: None) -> Result:
+def measure(plan: Plan, reporter: Reporter | None = None) -> Result:
     """Every way with every seed; the ways take turns."""
+    reporter = reporter or Reporter()
     outcomes: dict[str, list[Outcome]] = {way.label: [] for way in WAYS}
+
+    def result() -> Result:
+        return Result(plan, {label: list(found) for label, found in outcomes.items() if found})
+
+    reporter.collects(lambda: result() if any(outcomes.values()) else None)
     with workplace() as place:
         for seed in range(plan.seeds):
             for way in WAYS if seed % 2 == 0 else reversed(WAYS):
-                progress(f"seed {seed + 1} of {plan.seeds}: {way.label}")
+                reporter.phase(f"seed {seed + 1} of {plan.seeds}: {way.label}")
                 out = place / f"{seed}-{way.label.replace(' ', '-')}"
-                run = train_once(plan.config(way, seed), out)
+                run = train_once(plan.config(way, seed), out, reporter)
                 outcomes[way.label].append(Outcome.of(run, seed))
-    return Result(plan, outcomes)
+    return result()
 
 
 def draw(result: Result, file: Path) -> None:

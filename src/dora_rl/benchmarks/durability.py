@@ -10,13 +10,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dora_rl.benchmarks.training import train_once, workplace
-from dora_rl.chaos.processes import parts
+from dora_rl.benchmarks.reporting import Reporter
+from dora_rl.benchmarks.training import execute_told, train_once, workplace
+from dora_rl.chaos.processes import below, parts
 from dora_rl.config import dump_toml, load_toml, merged
 from dora_rl.core.commands import Command
 from dora_rl.core.errors import UserError
@@ -30,12 +31,12 @@ from dora_rl.core.events import (
 from dora_rl.quickstart import model_directory
 from dora_rl.runtime.errors import RunFailed
 from dora_rl.runtime.listening import Listener
-from dora_rl.runtime.train import execute, prepare, read_config, resume
+from dora_rl.runtime.train import prepare, read_config, resume
 from dora_rl.store.ledger import Ledger
 from dora_rl.store.rundir import LEDGER
 
-Progress = Callable[[str], None]
 ON, OFF = "on", "off"
+_END_S = 10.0  # for the processes of a killed run
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +72,19 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Result:
+    """What an interrupted measurement did not come to is None."""
+
     plan: Plan
     tokens_per_s: dict[str, list[float]]
-    replaced_s: float
-    resumed_s: float
+    replaced_s: float | None
+    resumed_s: float | None
 
     @property
-    def overhead(self) -> float:
-        """The median, over rounds, of the share of throughput that durability takes."""
-        pairs = zip(self.tokens_per_s[ON], self.tokens_per_s[OFF], strict=True)
-        return statistics.median(1 - on / off for on, off in pairs)
+    def overhead(self) -> float | None:
+        """The median, over whole rounds, of the share of throughput that durability takes."""
+        pairs = zip(self.tokens_per_s[ON], self.tokens_per_s[OFF], strict=False)
+        shares = [1 - on / off for on, off in pairs]
+        return statistics.median(shares) if shares else None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -93,29 +97,45 @@ class Result:
         }
 
     def summary(self) -> list[str]:
-        medians = {way: statistics.median(rates) for way, rates in self.tokens_per_s.items()}
-        return [
-            f"durability on {medians[ON]:.0f} tokens/s, off {medians[OFF]:.0f}: "
-            f"overhead {self.overhead:.1%} (median of {self.plan.rounds} rounds)",
-            f"from the death of a rollout process to new tokens: {self.replaced_s:.1f} s",
-            f"from --resume of a killed run to new tokens: {self.resumed_s:.1f} s",
-        ]
+        lines = []
+        for way, rates in self.tokens_per_s.items():
+            if rates:
+                rate = statistics.median(rates)
+                lines.append(f"durability {way}: {rate:.0f} tokens/s (median of {len(rates)} runs)")
+        if self.overhead is not None:
+            lines.append(f"overhead {self.overhead:.1%} (median of {self.plan.rounds} rounds)")
+        for taken, what in (
+            (self.replaced_s, "from the death of a rollout process to new tokens"),
+            (self.resumed_s, "from --resume of a killed run to new tokens"),
+        ):
+            if taken is not None:
+                lines.append(f"{what}: {taken:.1f} s")
+        return lines
 
 
-def measure(plan: Plan, progress: Progress = lambda _: None) -> Result:
+def measure(plan: Plan, reporter: Reporter | None = None) -> Result:
+    reporter = reporter or Reporter()
     rates: dict[str, list[float]] = {ON: [], OFF: []}
+    recoveries: dict[str, float] = {}
+
+    def result() -> Result:
+        copied = {way: list(found) for way, found in rates.items()}
+        return Result(plan, copied, recoveries.get("replaced"), recoveries.get("resumed"))
+
+    reporter.collects(lambda: result() if any(rates.values()) else None)
     with workplace() as place:
         for number in range(plan.rounds):
             for way in (ON, OFF) if number % 2 == 0 else (OFF, ON):
-                progress(f"round {number + 1} of {plan.rounds}: durability {way}")
+                reporter.phase(f"round {number + 1} of {plan.rounds}: durability {way}")
                 data = plan.settings(way, plan.steps)
-                run = train_once(data, place / f"{number}-{way}", warmup_steps=plan.warmup_steps)
+                out = place / f"{number}-{way}"
+                run = train_once(data, out, reporter, warmup_steps=plan.warmup_steps)
                 rates[way].append(run.summary.tokens_per_s)
-        progress("a rollout process dies")
-        replaced_s = _time_replacement(plan, place / "replaced")
-        progress("the run dies")
-        resumed_s = _time_resume(plan, place / "resumed")
-    return Result(plan, rates, replaced_s, resumed_s)
+        reporter.phase("a rollout process dies")
+        recoveries["replaced"] = _time_replacement(plan, place / "replaced", reporter)
+        reporter.phase("the run dies")
+        recoveries["resumed"] = _time_resume(plan, place / "resumed", reporter)
+    return result()
 
 
 class _Stopwatch(Listener):
@@ -152,31 +172,44 @@ class _Killer(_Stopwatch):
             os.kill(pid, signal.SIGKILL)
 
 
-def _time_replacement(plan: Plan, out: Path) -> float:
+def _time_replacement(plan: Plan, out: Path, reporter: Reporter) -> float:
     """Killed when a third of all trajectories is finished."""
     data = merged(plan.settings(ON, plan.steps), {"run": {"out": str(out)}})
     config = read_config(data)
     core = config.orchestration
     killer = _Killer(out, after=plan.steps * core.groups_per_step * core.group_size // 3)
-    execute(prepare(config), listeners=[killer])
+    execute_told(prepare(config), reporter, listeners=[killer])
     return _taken(killer)
 
 
-def _time_resume(plan: Plan, out: Path) -> float:
+def _time_resume(plan: Plan, out: Path, reporter: Reporter) -> float:
     """Killed in the middle: half of its steps are to be taken again."""
     config = out.with_suffix(".toml")
     data = merged(plan.settings(ON, plan.steps), {"run": {"out": str(out)}})
     config.write_text(dump_toml(read_config(data)), encoding="utf-8")
     command = [sys.executable, "-m", "dora_rl", "train", str(config), "--plain"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        try:
-            while _steps(out) < plan.steps // 2 and process.poll() is None:
-                time.sleep(0.1)
-        finally:
-            process.kill()
+    # Ctrl-C is for us: the run must not say on the terminal that it stops.
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
+    try:
+        while (done := _steps(out)) < plan.steps // 2 and process.poll() is None:
+            reporter.step(f"train step {done} of {plan.steps // 2}")
+            time.sleep(0.1)
+    finally:
+        _kill_run(process)
     stopwatch = _Stopwatch(InstanceStopped, began=time.monotonic())
-    execute(resume(out), listeners=[stopwatch])
+    reporter.phase("the run resumes")
+    execute_told(resume(out), reporter, listeners=[stopwatch])
     return _taken(stopwatch)
+
+
+def _kill_run(process: "subprocess.Popen[bytes]") -> None:
+    """Returns when its workers are gone too, which end with it: they write where it runs."""
+    workers = below(process.pid)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + _END_S
+    while any(Path(f"/proc/{pid}").exists() for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def _steps(out: Path) -> int:

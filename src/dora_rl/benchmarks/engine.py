@@ -29,14 +29,17 @@ from dora_rl.benchmarks.contestants.samples import (
     table,
     times,
 )
+from dora_rl.benchmarks.dtypes import DtypeChoice, open_in_best_dtype
 from dora_rl.benchmarks.limits import Limits, Roofline
-from dora_rl.benchmarks.models import Model, check_model, open_model
+from dora_rl.benchmarks.models import Model, check_model
+from dora_rl.benchmarks.reporting import Reporter, repeats
 
 DEFAULT_MODEL = "smollm2"
 DEFAULT_BATCHES = (1, 8, 32, 64, 128)
 DEFAULT_PROMPT_TOKENS = 32
 DEFAULT_NEW_TOKENS = 32
 DEFAULT_REPEATS = 3
+DEFAULT_PHASE_SECONDS = 120.0
 # Decode rate over that of the others, and over the roofline. vLLM must be reached at every batch
 # size, the other two hold at one.
 GOALS = {"ours/hf": 4.0, "ours/vllm": 1.0, "roofline_share": 0.5}
@@ -55,7 +58,8 @@ class Plan:
     new_tokens: int = DEFAULT_NEW_TOKENS
     repeats: int = DEFAULT_REPEATS
     threads: int = field(default_factory=arena.default_threads)
-    dtype: str | None = None  # the model's own
+    dtype: str | None = None  # what this machine is good at
+    phase_seconds: float = DEFAULT_PHASE_SECONDS  # of the repeats of a batch size
 
     def __post_init__(self) -> None:
         arena.check_numbers("--batches", self.batches, "1,8,32")
@@ -66,6 +70,7 @@ class Plan:
         arena.check_number("--repeats", self.repeats)
         arena.check_threads(self.threads)
         arena.check_dtype(self.dtype)
+        arena.check_phase(self.phase_seconds)
         roster.check_others(self.against)
         check_model(self.model)
 
@@ -80,8 +85,11 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Result:
+    """Of an interrupted measurement it has what there is: batch sizes, and contestants in each."""
+
     plan: Plan
     model: Model
+    choice: DtypeChoice
     limits: Limits
     batches: Mapping[int, Mapping[str, Samples]]
     about: Mapping[str, Mapping[str, Any]]
@@ -103,8 +111,7 @@ class Result:
         return ratio(self._decode(batch, roster.OURS), self._decode(batch, other))
 
     def prefill_ratio(self, batch: int, other: str) -> float | None:
-        ours, theirs = self.batches[batch][roster.OURS], self.batches[batch][other]
-        return ratio(ours.prefill_tokens_per_s, theirs.prefill_tokens_per_s)
+        return ratio(self._prefill(batch, roster.OURS), self._prefill(batch, other))
 
     def goals(self) -> dict[str, dict[str, Any]]:
         at = GOAL_BATCH if GOAL_BATCH in self.batches else max(self.batches)
@@ -127,6 +134,7 @@ class Result:
         plan = self.plan
         return {
             "model": self.model.to_json(),
+            "dtype_choice": self.choice.to_json(),
             "threads": plan.threads,
             "prompt_tokens": plan.prompt_tokens,
             "new_tokens": plan.new_tokens,
@@ -158,13 +166,13 @@ class Result:
         rows = [
             [
                 str(batch),
-                *(rate(samples[name].decode_tokens_per_s) for name in names),
+                *(rate(self._decode(batch, name)) for name in names),
                 *(times(self.ratio(batch, other)) for other in plan.against),
                 rate(self.roofline(batch).tokens_per_s),
                 times(self.roofline_share(batch)),
-                *(rate(samples[name].prefill_tokens_per_s) for name in names),
+                *(rate(self._prefill(batch, name)) for name in names),
             ]
-            for batch, samples in self.batches.items()
+            for batch in self.batches
         ]
         lines += table(columns, rows)
         peaks = ", ".join(f"{v / 1e9:.0f} in {k}" for k, v in self.limits.mm_flops_per_s.items())
@@ -178,7 +186,12 @@ class Result:
         return lines + [f"Note: {note}." for note in self._notes()]
 
     def _decode(self, batch: int, name: str) -> float | None:
-        return self.batches[batch][name].decode_tokens_per_s
+        samples = self.batches[batch].get(name)
+        return None if samples is None else samples.decode_tokens_per_s
+
+    def _prefill(self, batch: int, name: str) -> float | None:
+        samples = self.batches[batch].get(name)
+        return None if samples is None else samples.prefill_tokens_per_s
 
     def _batch_json(self, batch: int) -> dict[str, Any]:
         best, against = self.roofline(batch), self.plan.against
@@ -204,8 +217,8 @@ class Result:
             if share > _BUSY
         ]
         noisy = [
-            f"batch {batch}, {name}: {samples.lost} of {self.plan.repeats} repeats do not count: "
-            "one token took longer than all of them"
+            f"batch {batch}, {name}: {samples.lost} of {len(samples.seconds)} repeats do not "
+            "count: one token took longer than all of them"
             for batch, row in self.batches.items()
             for name, samples in row.items()
             if samples.lost
@@ -213,10 +226,11 @@ class Result:
         return [note.rstrip(".") for note in (*self.notes, *said, *busy, *noisy)]
 
 
-def measure(plan: Plan, progress: arena.Progress = lambda _: None) -> Result:
+def measure(plan: Plan, reporter: Reporter | None = None) -> Result:
     """Start all contestants, and ask them in turn."""
+    reporter = reporter or Reporter()
     with arena.ready("dora-rl bench engine") as (work, notes), ExitStack() as stack:
-        model = open_model(plan.model, plan.dtype, work)
+        model, choice = open_in_best_dtype(plan.model, plan.dtype, work, reporter)
         arena.check_context(
             model.config, plan.prompt_tokens + plan.new_tokens, "--prompt-tokens and --new-tokens"
         )
@@ -225,45 +239,83 @@ def measure(plan: Plan, progress: arena.Progress = lambda _: None) -> Result:
             *(roster.other(name, model, plan.shape) for name in plan.against),
             roster.machine(plan.threads),
         ]
-        company = Company(start_all(stack, starts, work, progress))
-        about = {name: company.ask(name, "about") for name in plan.names}
-        run = _Run(plan, model, company, progress)
-        found: Limits | None = None
-        batches = {}
-        for batch in sorted(plan.batches):
-            progress("the limits of the machine")
-            seen = Limits.from_json(company.ask(roster.MACHINE, "limits"))
-            found = seen if found is None else found.best(seen)
-            batches[batch] = run.batch(batch)
-        assert found is not None
-        return Result(plan, model, found, batches, about, company.idle_shares(), notes)
+        company = Company(start_all(stack, starts, work, reporter))
+        notes += [choice.reason] if choice.reason else []
+        run = _Run(plan, model, choice, company, notes, reporter)
+        reporter.collects(run.result)
+        return run.all()
 
 
 class _Run:
-    """Who is asked for what, in which order."""
+    """Who is asked for what, in which order; and what they took."""
 
     def __init__(
-        self, plan: Plan, model: Model, company: Company, progress: arena.Progress
+        self,
+        plan: Plan,
+        model: Model,
+        choice: DtypeChoice,
+        company: Company,
+        notes: list[str],
+        reporter: Reporter,
     ) -> None:
-        self._plan, self._model = plan, model
-        self._company, self._progress = company, progress
+        self._plan, self._model, self._choice = plan, model, choice
+        self._company, self._notes, self._reporter = company, notes, reporter
+        self._about = {name: company.ask(name, "about") for name in plan.names}
+        self._limits: Limits | None = None
+        self._taken: dict[int, dict[str, list[tuple[float, float]]]] = {}
 
-    def batch(self, batch: int) -> dict[str, Samples]:
-        plan, names = self._plan, self._plan.names
-        taken: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in names}
-        for name in names:
-            self._progress(f"batch {batch}: {name} warms up")
-            self._ask(name, "warm", batch, min(WARM_TOKENS, plan.new_tokens))
-        for repeat in range(plan.repeats):
-            for name in names if repeat % 2 == 0 else reversed(names):
-                self._progress(f"batch {batch}, repeat {repeat + 1} of {plan.repeats}: {name}")
-                prefill_s, total_s = taken[name]
-                prefill_s.append(self._ask(name, f"{repeat}/prefill", batch, 1))
-                total_s.append(self._ask(name, f"{repeat}/total", batch, plan.new_tokens))
-        return {
-            name: Samples(batch, plan.prompt_tokens, plan.new_tokens, *taken[name])
-            for name in names
+    def all(self) -> Result:
+        for batch in sorted(self._plan.batches):
+            self._reporter.phase("the limits of the machine")
+            seen = Limits.from_json(self._company.ask(roster.MACHINE, "limits"))
+            self._limits = seen if self._limits is None else self._limits.best(seen)
+            self._reporter.phase(f"batch {batch}")
+            self._batch(batch)
+        whole = self.result()
+        assert whole is not None
+        return whole
+
+    def result(self) -> Result | None:
+        """What there is so far."""
+        plan = self._plan
+        batches = {
+            batch: {
+                name: Samples(batch, plan.prompt_tokens, plan.new_tokens, list(seconds))
+                for name, seconds in row.items()
+                if seconds
+            }
+            for batch, row in self._taken.items()
+            if any(row.values())
         }
+        if self._limits is None or not batches:
+            return None
+        return Result(
+            plan,
+            self._model,
+            self._choice,
+            self._limits,
+            batches,
+            self._about,
+            self._company.idle_shares(),
+            self._notes,
+        )
+
+    def _batch(self, batch: int) -> None:
+        plan, names = self._plan, self._plan.names
+        taken = self._taken[batch] = {name: [] for name in names}
+        for name in names:
+            self._reporter.step(f"{name} warms up")
+            self._ask(name, "warm", batch, min(WARM_TOKENS, plan.new_tokens))
+        for repeat in repeats(plan.repeats, plan.phase_seconds):
+            for name in names if repeat % 2 == 0 else reversed(names):
+                self._reporter.step(f"repeat {repeat + 1} of {plan.repeats}: {name}")
+                prefill_s = self._ask(name, f"{repeat}/prefill", batch, 1)
+                total_s = self._ask(name, f"{repeat}/total", batch, plan.new_tokens)
+                taken[name].append((prefill_s, total_s))
+        done = len(taken[roster.OURS])
+        if done < plan.repeats:
+            few = arena.fewer(done, plan.repeats, plan.phase_seconds)
+            self._notes.append(f"batch {batch}: {few}")
 
     def _ask(self, name: str, what: str, batch: int, new_tokens: int) -> float:
         """Seconds for one batch; all contestants get the same prompts for the same `what`."""

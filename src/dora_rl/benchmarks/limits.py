@@ -24,8 +24,10 @@ from dora_rl.models.config import ModelConfig
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 _READ_BYTES = 1 << 29  # more than any cache holds
+_FIRST_MM_SIZE = 128
 _MM_SIZE = 2048
 _TRIES = 4
+BUDGET_S = 2.0  # of one figure; on most machines it is not used up
 _EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -116,27 +118,70 @@ def roofline(work: Work, limits: Limits, dtype: str) -> Roofline:
     )
 
 
-def measure(read_bytes: int = _READ_BYTES, mm_size: int = _MM_SIZE) -> Limits:
-    """Read a large block and multiply large matrices, the best of a few times each."""
+def measure(
+    read_bytes: int = _READ_BYTES, mm_size: int = _MM_SIZE, budget_s: float = BUDGET_S
+) -> Limits:
+    """Read a large block and multiply matrices; each of the four figures within the budget."""
     import torch
 
     block = torch.ones(read_bytes // 4)
     column = torch.ones(1024)
     rows = block[: block.numel() // 1024 * 1024].view(-1, 1024)
     # Two ways of reading, as neither is the fastest on every machine.
-    read_s = min(_best(block.sum), _best(partial(torch.mv, rows, column)))
-    peaks = {}
-    for dtype in DTYPE_BYTES:
-        left = torch.ones(mm_size, mm_size, dtype=getattr(torch, dtype))
-        right = torch.ones_like(left)
-        peaks[dtype] = 2.0 * mm_size**3 / _best(partial(torch.mm, left, right))
-    return Limits(block.numel() * 4 / read_s, peaks)
+    read_s = min(
+        least_s(partial(_seconds, block.sum), budget_s),
+        least_s(partial(_seconds, partial(torch.mv, rows, column)), budget_s),
+    )
+    return Limits(block.numel() * 4 / read_s, measure_peaks(mm_size, budget_s))
 
 
-def _best(call: Callable[[], object]) -> float:
-    best = math.inf
+def measure_peaks(mm_size: int = _MM_SIZE, budget_s: float = BUDGET_S) -> dict[str, float]:
+    """Operations per second of `torch.mm`, by dtype."""
+    import torch
+
+    def product_s(dtype: torch.dtype, size: int) -> float:
+        left = torch.ones(size, size, dtype=dtype)
+        return _seconds(partial(torch.mm, left, torch.ones_like(left)))
+
+    return {
+        dtype: peak_flops(partial(product_s, getattr(torch, dtype)), mm_size, budget_s)
+        for dtype in DTYPE_BYTES
+    }
+
+
+def least_s(call_s: Callable[[], float], budget_s: float) -> float:
+    """The least seconds of a few calls: no more than fit into the budget, and at least one."""
+    least, spent = math.inf, 0.0
     for _ in range(_TRIES):
-        began = time.perf_counter()
-        call()
-        best = min(best, time.perf_counter() - began)
-    return best
+        seconds = call_s()
+        spent += seconds
+        least = min(least, seconds)
+        if spent + seconds > budget_s:
+            break
+    return least
+
+
+def peak_flops(product_s: Callable[[int], float], largest: int, budget_s: float) -> float:
+    """The best rate of square products that grow while the next ones fit into the budget.
+
+    Without instructions for a dtype a product can be some hundred times as slow, and the slower
+    the larger it is: minutes for the largest one.
+    """
+    best, spent = 0.0, 0.0
+    size = min(_FIRST_MM_SIZE, largest)
+    while True:
+        for _ in range(_TRIES):
+            seconds = product_s(size)
+            spent += seconds
+            best = max(best, 2.0 * size**3 / seconds)
+            if spent + seconds > budget_s:
+                return best
+        size *= 2
+        if size > largest or spent + 8 * seconds > budget_s:
+            return best
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began

@@ -20,11 +20,14 @@ from typing import Any
 from dora_rl.benchmarks.contestants import arena, roster
 from dora_rl.benchmarks.contestants.process import Contestant, start_all
 from dora_rl.benchmarks.contestants.samples import median
-from dora_rl.benchmarks.models import Model, check_model, open_model
+from dora_rl.benchmarks.dtypes import DtypeChoice, open_in_best_dtype
+from dora_rl.benchmarks.models import Model, check_model
+from dora_rl.benchmarks.reporting import Reporter, repeats
 
 DEFAULT_MODEL = "smollm2"
 DEFAULT_TOKENS = (500, 1000, 2000, 4000)
 DEFAULT_REPEATS = 5
+DEFAULT_PHASE_SECONDS = 120.0
 COMPARED = 8  # tokens after the move
 _PROMPT = 64  # tokens; the rest was generated, as in a long response
 _PARTS = ("export_s", "transfer_s", "import_s")
@@ -38,7 +41,8 @@ class Plan:
     tokens: tuple[int, ...] = DEFAULT_TOKENS
     repeats: int = DEFAULT_REPEATS
     threads: int = field(default_factory=arena.default_threads)
-    dtype: str | None = None  # the model's own
+    dtype: str | None = None  # what this machine is good at
+    phase_seconds: float = DEFAULT_PHASE_SECONDS  # of the moves of one length
 
     def __post_init__(self) -> None:
         arena.check_numbers("--tokens", self.tokens, "500,1000")
@@ -47,6 +51,7 @@ class Plan:
         arena.check_number("--repeats", self.repeats)
         arena.check_threads(self.threads)
         arena.check_dtype(self.dtype)
+        arena.check_phase(self.phase_seconds)
         check_model(self.model)
 
 
@@ -119,12 +124,14 @@ class Length:
 class Result:
     plan: Plan
     model: Model
-    lengths: Sequence[Length]
+    choice: DtypeChoice
+    lengths: Sequence[Length]  # those that were measured
     notes: Sequence[str]
 
     def to_json(self) -> dict[str, Any]:
         return {
             "model": self.model.to_json(),
+            "dtype_choice": self.choice.to_json(),
             "threads": self.plan.threads,
             "repeats": self.plan.repeats,
             "compared_tokens": COMPARED,
@@ -154,48 +161,57 @@ class Result:
         return lines + [f"Note: {note}" for note in self.notes]
 
 
-def measure(plan: Plan, progress: arena.Progress = lambda _: None) -> Result:
+def measure(plan: Plan, reporter: Reporter | None = None) -> Result:
     """Start both engines, and move trajectories from one to the other."""
+    reporter = reporter or Reporter()
     with arena.ready("dora-rl bench migration") as (work, notes), ExitStack() as stack:
-        model = open_model(plan.model, plan.dtype, work)
+        model, choice = open_in_best_dtype(plan.model, plan.dtype, work, reporter)
         longest = max(plan.tokens) + 1 + COMPARED
         arena.check_context(model.config, longest, "--tokens and what follows")
+        notes += [choice.reason] if choice.reason else []
         ends = [stack.enter_context(end) for end in socket.socketpair()]
         starts = [
             roster.mover(name, model, work, plan.threads, longest, end.fileno())
             for name, end in zip(("source", "target"), ends, strict=True)
         ]
-        source, target = start_all(stack, starts, work, progress)
+        source, target = start_all(stack, starts, work, reporter)
         for end in ends:
             end.close()  # else a side that dies would not be missed by the other
-        run = _Run(plan, model, source, target, progress)
-        return Result(plan, model, [run.length(tokens) for tokens in sorted(plan.tokens)], notes)
+        moves: dict[int, list[Move]] = {tokens: [] for tokens in sorted(plan.tokens)}
+
+        def result() -> Result:
+            lengths = [Length(tokens, list(made)) for tokens, made in moves.items() if made]
+            return Result(plan, model, choice, lengths, notes)
+
+        reporter.collects(lambda: result() if any(moves.values()) else None)
+        run = _Run(plan, model, source, target, reporter)
+        for tokens, made in moves.items():
+            run.length(tokens, made)
+            if len(made) < plan.repeats:
+                few = arena.fewer(len(made), plan.repeats, plan.phase_seconds)
+                notes.append(f"{tokens} tokens: {few}")
+        return result()
 
 
 class _Run:
     """The moves, one after the other: only one side computes at a time."""
 
     def __init__(
-        self,
-        plan: Plan,
-        model: Model,
-        source: Contestant,
-        target: Contestant,
-        progress: arena.Progress,
+        self, plan: Plan, model: Model, source: Contestant, target: Contestant, reporter: Reporter
     ) -> None:
-        self._plan, self._model, self._progress = plan, model, progress
+        self._plan, self._model, self._reporter = plan, model, reporter
         self._source, self._target = source, target
         self._moves = 0
 
-    def length(self, tokens: int) -> Length:
+    def length(self, tokens: int, made: list[Move]) -> None:
+        """Move trajectories of this length; each move is added to `made`."""
         plan = self._plan
-        self._progress(f"{tokens} tokens: warming up")
+        self._reporter.phase(f"{tokens} tokens")
+        self._reporter.step("warming up")
         self._move(tokens)
-        moves = []
-        for repeat in range(plan.repeats):
-            self._progress(f"{tokens} tokens: move {repeat + 1} of {plan.repeats}")
-            moves.append(self._move(tokens))
-        return Length(tokens, moves)
+        for repeat in repeats(plan.repeats, plan.phase_seconds):
+            self._reporter.step(f"move {repeat + 1} of {plan.repeats}")
+            made.append(self._move(tokens))
 
     def _move(self, tokens: int) -> Move:
         self._moves += 1

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dora_rl.core.errors import UserError
 from dora_rl.models import packaged
 from dora_rl.models.config import CONFIG, ModelConfig, read_config
+from dora_rl.quickstart import model_directory
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from dora_rl.weights.store import WeightStore
 
 TINY = "tiny"
+QUICKSTART = "quickstart"
 _TINY_CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -60,10 +62,11 @@ class Model:
 
 def check_model(name: str) -> None:
     """Refuse a model that is neither known nor a directory; what is known may be absent yet."""
-    if name != TINY and name not in packaged.MODELS and not (Path(name) / CONFIG).is_file():
+    known = (*packaged.MODELS, TINY, QUICKSTART)
+    if name not in known and not (Path(name) / CONFIG).is_file():
         raise UserError(
-            f"no such model: `{name}`. Use one of: {', '.join(packaged.MODELS)}, {TINY}; or give "
-            f"a Hugging Face directory, which holds {CONFIG}."
+            f"no such model: `{name}`. Use one of: {', '.join(known)}; or give a Hugging Face "
+            f"directory, which holds {CONFIG}."
         )
 
 
@@ -79,10 +82,11 @@ def open_model(name: str, dtype: str | None, work: Path) -> Model:
     if name in packaged.MODELS:
         directory = packaged.find(name, dtype or "bfloat16")
         return _model(packaged.MODELS[name].title, directory)
-    directory = Path(name).resolve()
+    source = model_directory() if name == QUICKSTART else Path(name).resolve()
+    directory = source
     if dtype not in (None, read_config(directory).dtype):
         directory = _convert(directory, work / "converted", str(dtype))
-    return _model(Path(name).resolve().name, directory)
+    return _model("the quickstart's model" if name == QUICKSTART else source.name, directory)
 
 
 def publish_versions(store: "WeightStore", directory: Path, count: int) -> None:

@@ -5,21 +5,21 @@ they take turns, several rounds, each a run of its own whose first steps do not 
 round of each is shown. Lengths are long-tailed by the task itself.
 """
 
-import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dora_rl.benchmarks.reporting import Reporter
 from dora_rl.benchmarks.training import train_once, workplace
 from dora_rl.config import merged
 from dora_rl.core.errors import UserError
 from dora_rl.core.paradigms import PARADIGMS
 from dora_rl.core.settings import ParadigmName
+from dora_rl.machine.processor import cores
 from dora_rl.runtime.train import Run
 
-Progress = Callable[[str], None]
 OURS = ParadigmName.MULTI_VERSION
 
 
@@ -44,7 +44,7 @@ class Plan:
     steps: int = 16
     warmup_steps: int = 4
     rounds: int = 3
-    search_steps: int = 6
+    search_steps: int = 6  # 0: no search, the first split is taken
     max_staleness: int = 3
     groups_per_step: int = 64
     group_size: int = 4
@@ -52,17 +52,18 @@ class Plan:
     max_terms: int = 96
     tail: float = 1.2
     seed: int = 0
-    cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    cores: int = field(default_factory=cores)
 
     def __post_init__(self) -> None:
         if not self.paradigms:
             raise UserError("--paradigms must name one at least.")
         if not self.slots or min(self.slots) < self.cores:
             raise UserError(f"--slots must be >= {self.cores}, one a core: `{self.slots}`.")
-        for name in ("steps", "rounds", "search_steps", "group_size", "groups_per_step"):
-            if getattr(self, name) < 1:
+        least = {"steps": 1, "rounds": 1, "search_steps": 0, "group_size": 1, "groups_per_step": 1}
+        for name, wanted in least.items():
+            if getattr(self, name) < wanted:
                 option = name.replace("_", "-")
-                raise UserError(f"--{option} must be >= 1: `{getattr(self, name)}`.")
+                raise UserError(f"--{option} must be >= {wanted}: `{getattr(self, name)}`.")
         if not 0 <= self.warmup_steps < self.steps:
             raise UserError(
                 f"--warmup-steps must be from 0 to {self.steps - 1}, so that a step is left to "
@@ -152,6 +153,8 @@ class Reading(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Result:
+    """An interrupted measurement has fewer paradigms, or the search alone."""
+
     plan: Plan
     searched: dict[ParadigmName, dict[Split, float]]
     chosen: dict[ParadigmName, Split]
@@ -161,6 +164,13 @@ class Result:
         """The round whose throughput is in the middle."""
         ordered = sorted(self.readings[paradigm])
         return ordered[len(ordered) // 2]
+
+    def lengths(self) -> dict[str, float] | None:
+        """Of the first paradigm's median round, and the longest of all."""
+        if not self.readings:
+            return None
+        longest = max(r.max_length for readings in self.readings.values() for r in readings)
+        return {"mean": self.median(next(iter(self.readings))).mean_length, "max": longest}
 
     def ratios(self) -> dict[str, dict[str, float]]:
         """Ours over each of the others."""
@@ -186,10 +196,7 @@ class Result:
             "groups_per_step": plan.groups_per_step,
             "group_size": plan.group_size,
             "slots": list(plan.slots),
-            "lengths": {
-                "mean": self.median(plan.paradigms[0]).mean_length,
-                "max": max(r.max_length for rs in self.readings.values() for r in rs),
-            },
+            "lengths": self.lengths(),
             "search": {
                 name: {str(split): rate for split, rate in tried.items()}
                 for name, tried in self.searched.items()
@@ -206,17 +213,21 @@ class Result:
         }
 
     def summary(self) -> list[str]:
-        plan = self.plan
-        lines = ["The search for each one's best split (tokens/s):"]
+        lines = []
+        if self.searched:
+            lines.append("The search for each one's best split (tokens/s):")
         for name, tried in self.searched.items():
             shown = "; ".join(f"{split}: {rate:.0f}" for split, rate in tried.items())
             lines.append(f"  {name:<14} {shown}")
-        first = self.median(plan.paradigms[0])
-        longest = max(r.max_length for rs in self.readings.values() for r in rs)
-        lines += [
-            "",
+        return [*lines, "", *self._table()] if lines else self._table()
+
+    def _table(self) -> list[str]:
+        plan, lengths = self.plan, self.lengths()
+        if lengths is None:
+            return ["No round was measured."]
+        lines = [
             f"{plan.groups_per_step} groups of {plan.group_size} a step, "
-            f"{plan.cores} cores; lengths {first.mean_length:.0f} mean, {longest:.0f} max; "
+            f"{plan.cores} cores; lengths {lengths['mean']:.0f} mean, {lengths['max']:.0f} max; "
             f"{plan.steps - plan.warmup_steps} steps after warm-up, median of {plan.rounds} rounds",
             f"{'':<14} {'tokens/s':>9} {'step s':>7} {'rollout-only s':>14} {'train s':>8} "
             f"{'bubbles':>8} {'staleness':>10}  audit",
@@ -236,43 +247,60 @@ class Result:
         return lines
 
 
-def measure(plan: Plan, progress: Progress = lambda _: None) -> Result:
+def measure(plan: Plan, reporter: Reporter | None = None) -> Result:
     """Search the splits, then let the paradigms take turns."""
+    reporter = reporter or Reporter()
+    searched: dict[ParadigmName, dict[Split, float]] = {}
+    chosen = {name: plan.splits(name)[0] for name in plan.paradigms}
+    readings: dict[ParadigmName, list[Reading]] = {name: [] for name in plan.paradigms}
+
+    def result() -> Result:
+        tried = {name: dict(rates) for name, rates in searched.items() if rates}
+        measured = {name: list(found) for name, found in readings.items() if found}
+        return Result(plan, tried, dict(chosen), measured)
+
+    reporter.collects(lambda: result() if any([*searched.values(), *readings.values()]) else None)
     with workplace() as place:
-        searched = {
-            name: _search(plan, name, place / "search", progress) for name in plan.paradigms
-        }
-        chosen = {name: max(tried, key=lambda s: tried[s]) for name, tried in searched.items()}
-        readings: dict[ParadigmName, list[Reading]] = {name: [] for name in plan.paradigms}
+        if plan.search_steps:
+            for name in plan.paradigms:
+                searched[name] = {}
+                chosen[name] = _search(plan, name, place / "search", reporter, searched[name])
         for number in range(plan.rounds):
             for name in _turns(plan.paradigms, number):
-                progress(f"round {number + 1} of {plan.rounds}: {name}")
+                reporter.phase(f"round {number + 1} of {plan.rounds}: {name}")
                 out = place / f"{number}-{name}"
                 config = plan.config(name, chosen[name], plan.steps)
-                run = train_once(config, out, warmup_steps=plan.warmup_steps)
+                run = train_once(config, out, reporter, warmup_steps=plan.warmup_steps)
                 readings[name].append(Reading.of(run, plan.warmup_steps))
-        return Result(plan, searched, chosen, readings)
+    return result()
 
 
-def _search(plan: Plan, name: ParadigmName, place: Path, progress: Progress) -> dict[Split, float]:
-    """Tokens per second of each split over a few steps: first the cores, then the slots."""
-    found: dict[Split, float] = {}
+def _search(
+    plan: Plan, name: ParadigmName, place: Path, reporter: Reporter, found: dict[Split, float]
+) -> Split:
+    """The best split over a few steps: first the cores, then the slots.
+
+    The tokens per second of each are added to `found`.
+    """
 
     def attempt(split: Split) -> None:
         if split in found:
             return
-        progress(f"search: {name} with {split}")
+        reporter.phase(f"search: {name} with {split}")
         config = plan.config(name, split, plan.search_steps)
         warmup = min(2, plan.search_steps - 1)
-        run = train_once(config, place / f"{name}-{len(found)}", warmup_steps=warmup)
+        run = train_once(config, place / f"{name}-{len(found)}", reporter, warmup_steps=warmup)
         found[split] = run.summary.tokens_per_s
+
+    def best() -> Split:
+        return max(found, key=lambda split: found[split])
 
     for split in plan.splits(name):
         attempt(split)
-    best = max(found, key=lambda split: found[split])
+    middling = best()
     for slots in plan.slots:
-        attempt(best._replace(slots=slots))
-    return found
+        attempt(middling._replace(slots=slots))
+    return best()
 
 
 def _turns(names: Sequence[ParadigmName], number: int) -> list[ParadigmName]:

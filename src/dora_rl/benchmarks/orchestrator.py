@@ -9,10 +9,11 @@ publication, rebalance) is charged in its true proportion.
 import gc
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from dora_rl.benchmarks.reporting import Reporter
 from dora_rl.benchmarks.world import SLOTS, World
 from dora_rl.core.errors import UserError
 from dora_rl.core.events import Event, WeightsPublished
@@ -23,8 +24,6 @@ DEFAULT_EVENTS = 150_000
 CHUNK = 4_000  # events of one size before the next takes its turn
 WARM_STEPS = 2
 _GIVE_UP = 200  # events per slot: a world that is not steady by then never will be
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +169,9 @@ class Meter:
             p99_us=taken[len(taken) * 99 // 100] / 1e3,
             max_us=taken[-1] / 1e3,
             rebalances=Rebalances(
-                len(again), sum(again) / len(again) / 1e6 if again else 0.0, max(again) / 1e6
+                len(again),
+                sum(again) / len(again) / 1e6 if again else 0.0,
+                max(again, default=0) / 1e6,
             ),
             kinds={
                 kind.__name__: Kind(count, ns / count / 1e3, ns / total)
@@ -182,23 +183,33 @@ class Meter:
 def measure(
     sizes: Sequence[int] = DEFAULT_INSTANCES,
     events: int = DEFAULT_EVENTS,
-    progress: Progress = lambda _: None,
+    reporter: Reporter | None = None,
 ) -> Result:
     """Measure every size in one run, smallest first in the result."""
-    meters = []
+    reporter = reporter or Reporter()
+    meters: list[Meter] = []
+    warm: list[Meter] = []
+
+    def result() -> Result | None:
+        measured = [meter.result() for meter in warm if meter.taken]
+        return Result(tuple(measured)) if measured else None
+
+    reporter.collects(result)
     collecting = gc.isenabled()
     # As timeit does: when the collector runs depends on the world's garbage, not on the core's.
     gc.disable()
     try:
         for size in sorted(check_sizes(sizes)):
-            progress(f"warming up {size:,} instances")
+            reporter.phase(f"warming up {size:,} instances")
             meters.append(Meter(size))
             meters[-1].warm_up()
+        reporter.phase("measuring")
+        warm += meters
         waiting = list(meters)
         while waiting:
-            done = min(len(meter.taken) for meter in meters)
-            progress(f"measuring, {min(99, 100 * done // events)} % done")
             waiting = [meter for meter in waiting if not meter.measure(events)]
+            done = min(len(meter.taken) for meter in meters)
+            reporter.step(f"{min(99, 100 * done // events)} % done")
     finally:
         if collecting:
             gc.enable()

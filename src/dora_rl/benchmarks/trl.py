@@ -17,7 +17,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,18 +37,21 @@ from dora_rl.benchmarks.contestants.trl_runs import (
     Work,
     questions,
 )
-from dora_rl.benchmarks.models import TINY, Model, check_model, open_model
+from dora_rl.benchmarks.dtypes import open_in_best_dtype
+from dora_rl.benchmarks.models import TINY, Model, check_model
+from dora_rl.benchmarks.reporting import Reporter
 from dora_rl.core.errors import UserError
+from dora_rl.machine.processor import cores
 
 DEFAULT_MODEL = "smollm2"
 DEFAULT_STEPS = 5
 DEFAULT_PROMPTS = 4
 DEFAULT_GROUP_SIZE = 8
 DEFAULT_MAX_TOKENS = 128
+DEFAULT_SEARCH_STEPS = 2
 USER = "dora-rl bench trl"
 GOAL = 5.0  # times as many tokens per second
 _FILE = Path(__file__).with_name("contestants") / "trl_process.py"
-_SEARCH_STEPS = 2  # measured steps of ours for each candidate
 _FIRST_PER_DEVICE = 8  # sequences in one forward pass: TRL's default
 Way = TypeVar("Way", Split, Choice)
 _ENV = {
@@ -69,6 +72,8 @@ class Plan:
     prompts: int = DEFAULT_PROMPTS
     group_size: int = DEFAULT_GROUP_SIZE
     max_tokens: int = DEFAULT_MAX_TOKENS
+    search_steps: int = DEFAULT_SEARCH_STEPS
+    """Measured steps of ours for each candidate, TRL takes one; 0 is no search."""
     trl_python: str | None = None
 
     def __post_init__(self) -> None:
@@ -76,8 +81,11 @@ class Plan:
         arena.check_number("--prompts", self.prompts)
         arena.check_number("--group-size", self.group_size, 2, "GRPO compares within a group.")
         arena.check_number("--max-tokens", self.max_tokens)
+        arena.check_number("--search-steps", self.search_steps, 0, "0 is no search.")
         if self.model == TINY:
-            raise UserError(f"`{TINY}` has no tokenizer. Use smollm2, or a model directory.")
+            raise UserError(
+                f"`{TINY}` has no tokenizer. Use smollm2, quickstart, or a model directory."
+            )
         check_model(self.model)
 
     @property
@@ -85,18 +93,20 @@ class Plan:
         return Work(self.prompts, self.group_size, self.max_tokens)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Side:
-    """What one side reached, how, and what else was tried."""
+    """What one side reached, how, and what else was tried; filled as the measurement goes."""
 
-    trained: Trained
-    best: Split | Choice
-    tried: Sequence[tuple[Split | Choice, float]]
+    trained: Trained | None = None
+    best: Split | Choice | None = None
+    tried: list[tuple[Split | Choice, float]] = field(default_factory=list)
     """With tokens per second, in short runs."""
 
     def to_json(self) -> dict[str, Any]:
         searched = [{**way.to_json(), "tokens_per_s": rate} for way, rate in self.tried]
-        return {**self.trained.to_json(), **self.best.to_json(), "searched": searched}
+        reached = {} if self.trained is None else self.trained.to_json()
+        way = {} if self.best is None else self.best.to_json()
+        return {**reached, **way, "searched": searched}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +120,10 @@ class Result:
     notes: Sequence[str]
 
     @property
-    def ratio(self) -> float:
+    def ratio(self) -> float | None:
         """How many times as many tokens per second ours trains."""
+        if self.ours.trained is None or self.trl.trained is None:
+            return None
         return self.ours.trained.tokens_per_s / self.trl.trained.tokens_per_s
 
     def to_json(self) -> dict[str, Any]:
@@ -142,15 +154,18 @@ class Result:
         ]
         for name, side in ((TRL, self.trl), (OURS, self.ours)):
             trained = side.trained
-            lines.append(
-                f"{name:>5} {trained.tokens_per_s:>9.1f} "
-                f"{trained.seconds / len(trained.step_s):>8.2f} {len(trained.step_s):>6} "
-                f"{sum(trained.tokens):>8,}  {side.best.title}"
-            )
-        lines.append(f"Ratio {self.ratio:.2f} (goal {GOAL:g}), TRL {self.version}.")
+            if trained is not None and side.best is not None:
+                lines.append(
+                    f"{name:>5} {trained.tokens_per_s:>9.1f} "
+                    f"{trained.seconds / len(trained.step_s):>8.2f} {len(trained.step_s):>6} "
+                    f"{sum(trained.tokens):>8,}  {side.best.title}"
+                )
+        if self.ratio is not None:
+            lines.append(f"Ratio {self.ratio:.2f} (goal {GOAL:g}), TRL {self.version}.")
         for name, side in ((TRL, self.trl), (OURS, self.ours)):
             tried = "; ".join(f"{way.title}: {rate:.1f}" for way, rate in side.tried)
-            lines.append(f"Searched for {name}, tokens/s: {tried}.")
+            if tried:
+                lines.append(f"Searched for {name}, tokens/s: {tried}.")
         return lines + [f"Note: {note}" for note in self.notes]
 
 
@@ -186,30 +201,36 @@ def splits(cores: int) -> list[Split]:
     return list(dict.fromkeys(ways))
 
 
-def measure(plan: Plan, progress: arena.Progress = lambda _: None) -> Result:
+def measure(plan: Plan, reporter: Reporter | None = None) -> Result:
     """Search on both sides, then measure both."""
+    reporter = reporter or Reporter()
     python = trl_python(plan.trl_python)
     extras.require(USER, "engine", "train")
     with arena.ready(USER) as (work, notes):
-        model = open_model(plan.model, None, work)
-        threads = arena.processors()
+        threads = cores()
+        model, choice = open_in_best_dtype(plan.model, None, work, reporter)
+        notes += [choice.reason] if choice.reason else []
         ways = splits(threads)
-        run = _ours(plan, model, work, progress)
+        run = _ours(plan, model, work, reporter)
         for way in ways:
             run.prepare(way, plan.steps)  # what is wrong is said before TRL takes its time
+        trl, ours = Side(), Side()
         with ExitStack() as stack:
             start = _start(python, model, work, threads)
-            (child,) = start_all(stack, [start], work, progress)
-            version = str(child.ask("about")["version"])
-            trl = _measure_trl(TrlRuns(plan.work, child, run.encode, progress), plan.steps)
-        ours = _measure_ours(run, ways, plan.steps)
-        return Result(plan, model, threads, version, trl, ours, notes)
+            (child,) = start_all(stack, [start], work, reporter)
+            result = Result(
+                plan, model, threads, str(child.ask("about")["version"]), trl, ours, notes
+            )
+            reporter.collects(lambda: result if trl.tried or trl.trained else None)
+            _measure_trl(TrlRuns(plan.work, child, run.encode, reporter), plan, trl)
+        _measure_ours(run, ways, plan, ours)
+        return result
 
 
-def _ours(plan: Plan, model: Model, work: Path, progress: arena.Progress) -> OurRuns:
+def _ours(plan: Plan, model: Model, work: Path, reporter: Reporter) -> OurRuns:
     if not (model.directory / "tokenizer.json").is_file():
         raise UserError(f"no tokenizer.json in `{model.directory}`. Give a model with a tokenizer.")
-    run = OurRuns(plan.work, model.directory, work, progress)
+    run = OurRuns(plan.work, model.directory, work, reporter)
     longest = max(len(run.encode(question)) for question in questions(plan.prompts))
     arena.check_context(model.config, longest + plan.max_tokens, "the prompts and --max-tokens")
     return run
@@ -222,21 +243,27 @@ def _start(python: Path, model: Model, work: Path, threads: int) -> Start:
     return Start(TRL, [str(python), "-I"], _FILE, settings, env)
 
 
-def _measure_trl(run: TrlRuns, steps: int) -> Side:
+def _measure_trl(run: TrlRuns, plan: Plan, side: Side) -> None:
     """First the numbers, then the size of a pass, one step each; then the best of all."""
     batch = run.work.batch
     sizes = [size for size in range(1, batch + 1) if batch % size == 0]
     first = max(size for size in sizes if size <= _FIRST_PER_DEVICE)
-    tried = {Choice(dtype, first): 0.0 for dtype in DTYPES}
-    run.train(Choice("float32", first), 1, 0)  # the first step of a process is slow: not counted
-    for way in tried:
-        tried[way] = run.train(way, 1, 0).tokens_per_s
-    dtype = _best(tried).dtype
-    for size in _beside(sizes, first):
-        way = Choice(dtype, size)
-        tried[way] = run.train(way, 1, 0).tokens_per_s
-    best = _best(tried)
-    return Side(run.train(best, steps, 1), best, list(tried.items()))
+    best = Choice("float32", first)
+    if plan.search_steps:
+        tried: dict[Choice, float] = {}
+
+        def attempt(way: Choice) -> None:
+            tried[way] = run.train(way, 1, 0).tokens_per_s
+            side.tried.append((way, tried[way]))
+
+        run.train(best, 1, 0)  # the first step of a process is slow: not counted
+        for dtype in DTYPES:
+            attempt(Choice(dtype, first))
+        for size in _beside(sizes, first):
+            attempt(Choice(_best(tried).dtype, size))
+        best = _best(tried)
+    trained = run.train(best, plan.steps, 1)
+    side.best, side.trained = best, trained
 
 
 def _beside(sizes: Sequence[int], first: int) -> list[int]:
@@ -245,10 +272,16 @@ def _beside(sizes: Sequence[int], first: int) -> list[int]:
     return [*sizes[max(0, place - 1) : place], *sizes[place + 1 : place + 3]]
 
 
-def _measure_ours(run: OurRuns, ways: Sequence[Split], steps: int) -> Side:
-    tried = {way: run.train(way, _SEARCH_STEPS).tokens_per_s for way in ways}
-    best = _best(tried)
-    return Side(run.train(best, steps), best, list(tried.items()))
+def _measure_ours(run: OurRuns, ways: Sequence[Split], plan: Plan, side: Side) -> None:
+    best = ways[0]
+    if plan.search_steps:
+        tried: dict[Split, float] = {}
+        for way in ways:
+            tried[way] = run.train(way, plan.search_steps).tokens_per_s
+            side.tried.append((way, tried[way]))
+        best = _best(tried)
+    trained = run.train(best, plan.steps)
+    side.best, side.trained = best, trained
 
 
 def _best(tried: Mapping[Way, float]) -> Way:

@@ -20,7 +20,9 @@ from dora_rl.benchmarks.contestants.samples import (
     seconds_of,
     times,
 )
-from dora_rl.benchmarks.models import Model, check_model, open_model
+from dora_rl.benchmarks.dtypes import DtypeChoice, open_in_best_dtype
+from dora_rl.benchmarks.models import Model, check_model
+from dora_rl.benchmarks.reporting import Reporter, repeats
 from dora_rl.core.errors import UserError
 
 DEFAULT_MODEL = "smollm2"
@@ -29,6 +31,7 @@ DEFAULT_VERSIONS = (1, 2, 4)
 DEFAULT_PROMPT_TOKENS = 32
 DEFAULT_NEW_TOKENS = 32
 DEFAULT_REPEATS = 5
+DEFAULT_PHASE_SECONDS = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,8 @@ class Plan:
     new_tokens: int = DEFAULT_NEW_TOKENS
     repeats: int = DEFAULT_REPEATS
     threads: int = field(default_factory=arena.default_threads)
-    dtype: str | None = None  # the model's own
+    dtype: str | None = None  # what this machine is good at
+    phase_seconds: float = DEFAULT_PHASE_SECONDS  # of all repeats
 
     def __post_init__(self) -> None:
         arena.check_number("--batch", self.batch)
@@ -65,6 +69,7 @@ class Plan:
         arena.check_number("--repeats", self.repeats)
         arena.check_threads(self.threads)
         arena.check_dtype(self.dtype)
+        arena.check_phase(self.phase_seconds)
         check_model(self.model)
 
     @property
@@ -76,18 +81,21 @@ class Plan:
 class Result:
     plan: Plan
     model: Model
-    samples: Mapping[int, Samples]  # by the number of versions
+    choice: DtypeChoice
+    samples: Mapping[int, Samples]  # by the number of versions, of those that were measured
     notes: Sequence[str]
 
     def ratio(self, versions: int) -> float | None:
         """Decode rate with so many versions, over that with one."""
-        one = self.samples[1].decode_tokens_per_s
-        return ratio(self.samples[versions].decode_tokens_per_s, one)
+        one = self.samples.get(1)
+        rate = self.samples[versions].decode_tokens_per_s
+        return None if one is None else ratio(rate, one.decode_tokens_per_s)
 
     def to_json(self) -> dict[str, Any]:
         plan = self.plan
         return {
             "model": self.model.to_json(),
+            "dtype_choice": self.choice.to_json(),
             "threads": plan.threads,
             "batch": plan.batch,
             "prompt_tokens": plan.prompt_tokens,
@@ -115,32 +123,45 @@ class Result:
         return lines + [f"Note: {note}" for note in self.notes]
 
 
-def measure(plan: Plan, progress: arena.Progress = lambda _: None) -> Result:
+def measure(plan: Plan, reporter: Reporter | None = None) -> Result:
     """Start an engine with as many versions as the most, and let the numbers take turns."""
+    reporter = reporter or Reporter()
     with arena.ready("dora-rl bench versions") as (work, notes), ExitStack() as stack:
-        model = open_model(plan.model, plan.dtype, work)
+        model, choice = open_in_best_dtype(plan.model, plan.dtype, work, reporter)
         arena.check_context(
             model.config, plan.prompt_tokens + plan.new_tokens, "--prompt-tokens and --new-tokens"
         )
+        notes += [choice.reason] if choice.reason else []
         start = roster.ours(model, plan.shape, work, versions=max(plan.versions))
-        (ours,) = start_all(stack, [start], work, progress)
+        (ours,) = start_all(stack, [start], work, reporter)
         counts = sorted(plan.versions)
-        taken: dict[int, tuple[list[float], list[float]]] = {count: ([], []) for count in counts}
+        taken: dict[int, list[tuple[float, float]]] = {count: [] for count in counts}
+
+        def result() -> Result:
+            samples = {
+                count: Samples(plan.batch, plan.prompt_tokens, plan.new_tokens, list(seconds))
+                for count, seconds in taken.items()
+                if seconds
+            }
+            return Result(plan, model, choice, samples, notes)
+
+        reporter.collects(lambda: result() if any(taken.values()) else None)
+        reporter.phase("warming up")
         for count in counts:
-            progress(f"{count} versions: warming up")
+            reporter.step(f"{count} versions")
             _ask(plan, model, ours, count, "warm", min(WARM_TOKENS, plan.new_tokens))
-        for repeat in range(plan.repeats):
+        done = 0
+        reporter.phase("measuring")
+        for repeat in repeats(plan.repeats, plan.phase_seconds):
             for count in counts if repeat % 2 == 0 else reversed(counts):
-                progress(f"repeat {repeat + 1} of {plan.repeats}: {count} versions")
-                prefill_s, total_s = taken[count]
-                prefill_s.append(_ask(plan, model, ours, count, f"{repeat}/prefill", 1))
-                total = _ask(plan, model, ours, count, f"{repeat}/total", plan.new_tokens)
-                total_s.append(total)
-        samples = {
-            count: Samples(plan.batch, plan.prompt_tokens, plan.new_tokens, *taken[count])
-            for count in counts
-        }
-        return Result(plan, model, samples, notes)
+                reporter.step(f"repeat {repeat + 1} of {plan.repeats}: {count} versions")
+                prefill_s = _ask(plan, model, ours, count, f"{repeat}/prefill", 1)
+                total_s = _ask(plan, model, ours, count, f"{repeat}/total", plan.new_tokens)
+                taken[count].append((prefill_s, total_s))
+            done += 1
+        if done < plan.repeats:
+            notes.append(arena.fewer(done, plan.repeats, plan.phase_seconds))
+        return result()
 
 
 def _ask(

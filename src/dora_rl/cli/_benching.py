@@ -1,30 +1,105 @@
-"""What the subcommands of `dora-rl bench` share: options, progress, how a result is shown."""
+"""What the subcommands of `dora-rl bench` share: options, how they run, how a result is shown.
 
+A subcommand checks its options and returns a `Measurement`; `measured` runs it. Interrupted, or
+failed, it shows what was measured so far, marked as incomplete.
+"""
+
+import functools
 import json
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import click
 
+from dora_rl.benchmarks.reporting import Reporter, Result
+from dora_rl.cli import _progress
+from dora_rl.cli._quick import help_of, quick_options
 from dora_rl.core.errors import UserError
 from dora_rl.core.settings import ParadigmName
 
-Progress = Callable[[str], None]
 Function = TypeVar("Function", bound=Callable[..., Any])
-
+INCOMPLETE = "INCOMPLETE: it ended early; what follows was measured until then."
 as_json = click.option("--json", "as_json", is_flag=True, help="Write the measurements as JSON.")
+QUICK = "Quick: smaller sizes and fewer repeats than by default, so the figures are rough."
 
 
-class Result(Protocol):
-    def to_json(self) -> dict[str, Any]: ...
-    def summary(self) -> list[str]: ...
+def _unsaved(result: Any, document: dict[str, Any]) -> None:
+    """The result is only shown."""
 
 
-def of_an_engine(repeats: int) -> Callable[[Function], Function]:
+class Measurement(NamedTuple):
+    """What is to be run; `save` is then given the result and its JSON, be it whole or not."""
+
+    measure: Callable[[Reporter], Result]
+    save: Callable[[Any, dict[str, Any]], None] = _unsaved
+
+
+def measured(function: Callable[..., Measurement]) -> Callable[..., None]:
+    """A subcommand of this function, named as the function is, with `--quick` and `--json`."""
+    name = function.__name__
+
+    @functools.wraps(function)
+    def run(*, quick: bool, as_json: bool, **given: Any) -> None:
+        ctx = click.get_current_context()
+        options = quick_options(name, ctx, given) if quick else given
+        _run(function(**options), quick, as_json)
+
+    return click.option("--quick", is_flag=True, help=help_of(name))(as_json(run))
+
+
+def _run(measurement: Measurement, quick: bool, as_json: bool) -> None:
+    reporter = Reporter()
+
+    def show(result: Result | None, complete: bool) -> None:
+        if result is not None:
+            document = {"complete": complete, "quick": quick, **result.to_json()}
+            measurement.save(result, document)
+            _show(result, document, as_json)
+
+    try:
+        with children(), _progress.shown() as progress:
+            reporter = Reporter(progress.say)
+            result = measurement.measure(reporter)
+    except (KeyboardInterrupt, click.ClickException):
+        show(reporter.so_far(), complete=False)
+        raise
+    show(result, complete=True)
+
+
+def _show(result: Result, document: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(document, indent=2))
+        return
+    marks = {INCOMPLETE: not document["complete"], QUICK: document["quick"]}
+    for line in [*(mark for mark, true in marks.items() if true), *result.summary()]:
+        click.echo(line)
+
+
+@contextmanager
+def children() -> Iterator[None]:
+    """A kill ends child processes and temporary files as Ctrl-C does; a failed child is code 1."""
+    from dora_rl.benchmarks.contestants.process import ContestantFailed
+    from dora_rl.runtime.errors import RunFailed
+
+    signals = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, _interrupt) for number in signals]
+    try:
+        yield
+    except (ContestantFailed, RunFailed) as error:
+        raise click.ClickException(str(error)) from error
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def of_an_engine(repeats: int, phase_seconds: float, phase: str) -> Callable[[Function], Function]:
     """Options of every measurement that runs a model."""
     options = [
         click.option(
@@ -32,8 +107,8 @@ def of_an_engine(repeats: int) -> Callable[[Function], Function]:
             default="smollm2",
             show_default=True,
             metavar="NAME|DIR",
-            help="smollm2 (see dora-rl fetch-model), tiny (a random model, made for the run), or "
-            "a Hugging Face directory.",
+            help="smollm2 (see dora-rl fetch-model), tiny (a random model, made for the run), "
+            "quickstart, or a Hugging Face directory.",
         ),
         click.option(
             "--repeats",
@@ -50,9 +125,16 @@ def of_an_engine(repeats: int) -> Callable[[Function], Function]:
         click.option(
             "--dtype",
             metavar="bfloat16|float32",
-            help="Numbers of the weights.  [default: the model's own, bfloat16 for the named ones]",
+            help="Numbers of the weights.  [default: what this machine is good at, by a quick "
+            "measurement, for smollm2 and tiny; else the model's own]",
         ),
-        as_json,
+        click.option(
+            "--phase-seconds",
+            type=float,
+            default=phase_seconds,
+            show_default=True,
+            help=f"Bound on the repeats of {phase}: those that would not fit are left out.",
+        ),
     ]
 
     def add(function: Function) -> Function:
@@ -99,47 +181,3 @@ def paradigms(text: str) -> tuple[ParadigmName, ...]:
     except ValueError:
         known = ", ".join(ParadigmName)
         raise UserError(f"--paradigms must be of {known}: `{text}`.") from None
-
-
-def show(result: Result, as_json: bool) -> None:
-    if as_json:
-        click.echo(json.dumps(result.to_json(), indent=2))
-    else:
-        for line in result.summary():
-            click.echo(line)
-
-
-@contextmanager
-def progress() -> Iterator[Progress]:
-    """One line on a terminal, written over and over and gone at the end."""
-    shown = sys.stderr.isatty()
-
-    def tell(line: str) -> None:
-        if shown:
-            click.echo(f"\r\x1b[K{line}", err=True, nl=False)
-
-    try:
-        yield tell
-    finally:
-        tell("")
-
-
-@contextmanager
-def children() -> Iterator[None]:
-    """A kill ends child processes and temporary files as Ctrl-C does; a failed child is code 1."""
-    from dora_rl.benchmarks.contestants.process import ContestantFailed
-    from dora_rl.runtime.errors import RunFailed
-
-    signals = (signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(number, _interrupt) for number in signals]
-    try:
-        yield
-    except (ContestantFailed, RunFailed) as error:
-        raise click.ClickException(str(error)) from error
-    finally:
-        for number, handler in zip(signals, before, strict=True):
-            signal.signal(number, handler)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt

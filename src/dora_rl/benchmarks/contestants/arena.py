@@ -1,32 +1,23 @@
 """What the benchmarks of engines share: the numbers they take, prompts, a place for files."""
 
-import os
 import random
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from dora_rl import extras
 from dora_rl.core.errors import UserError
+from dora_rl.machine.processor import cores
 from dora_rl.models import cpu
 from dora_rl.models.config import ModelConfig
 
-Progress = Callable[[str], None]
 DTYPES = ("bfloat16", "float32")
 _DEFAULT_THREADS = 2  # what a laptop can spare
 
 
-def processors() -> int:
-    """Those that this process may use."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on Linux
-        return os.cpu_count() or 1
-
-
 def default_threads() -> int:
-    return min(_DEFAULT_THREADS, processors())
+    return min(_DEFAULT_THREADS, cores())
 
 
 def check_numbers(option: str, numbers: Sequence[int], example: str) -> None:
@@ -47,9 +38,9 @@ def check_number(option: str, number: int, least: int = 1, why: str = "") -> Non
 
 def check_threads(threads: int) -> None:
     check_number("--threads", threads)
-    if threads > processors():
+    if threads > cores():
         raise UserError(
-            f"--threads must be <= {processors()}, the processors of this machine: `{threads}`."
+            f"--threads must be <= {cores()}, the processors of this machine: `{threads}`."
         )
 
 
@@ -64,6 +55,16 @@ def check_context(config: ModelConfig, tokens: int, options: str) -> None:
             f"{options} make sequences of {tokens} tokens, and the context of this model is "
             f"`{config.context}`. Give fewer."
         )
+
+
+def check_phase(seconds: float) -> None:
+    if seconds <= 0:
+        raise UserError(f"--phase-seconds must be > 0: `{seconds:g}`.")
+
+
+def fewer(done: int, wanted: int, seconds: float) -> str:
+    """The note on repeats that were left out."""
+    return f"{done} of {wanted} repeats within --phase-seconds {seconds:g}."
 
 
 def prompts(seed: str, config: ModelConfig, count: int, tokens: int) -> list[list[int]]:

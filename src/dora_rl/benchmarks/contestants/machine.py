@@ -8,14 +8,16 @@ from dora_rl.benchmarks import limits
 
 
 class Machine:
-    """Sizes are those of `limits.measure`."""
+    """Sizes and budgets are those of `limits`."""
 
-    def __init__(self, threads: int, **sizes: int) -> None:
+    def __init__(self, threads: int) -> None:
         torch.set_num_threads(threads)
-        self._sizes = sizes
 
-    def limits(self) -> dict[str, Any]:
-        return limits.measure(**self._sizes).to_json()
+    def limits(self, **sizes: Any) -> dict[str, Any]:
+        return limits.measure(**sizes).to_json()
+
+    def peaks(self, **sizes: Any) -> dict[str, float]:
+        return limits.measure_peaks(**sizes)
 
 
 def load(**settings: Any) -> Machine:

@@ -10,12 +10,13 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from dora_rl.benchmarks.reporting import Reporter
 from dora_rl.core.errors import DoraError
 
 SERVING = Path(__file__).with_name("serving.py")
@@ -205,12 +206,12 @@ class Company:
 
 
 def start_all(
-    stack: ExitStack, starts: Sequence[Start], work: Path, progress: Callable[[str], None]
+    stack: ExitStack, starts: Sequence[Start], work: Path, reporter: Reporter
 ) -> list[Contestant]:
     """Start and load one after the other; they end with the stack."""
     members = []
     for start in starts:
-        progress(f"loading {start.name}")
+        reporter.phase(f"loading {start.name}")
         members.append(stack.enter_context(Contestant(start, work)))
         members[-1].load()
     return members

@@ -18,8 +18,11 @@ class Samples:
     batch: int
     prompt_tokens: int
     new_tokens: int
-    prefill_s: Sequence[float]
-    total_s: Sequence[float]
+    seconds: Sequence[tuple[float, float]]  # prefill and total of each repeat
+
+    @property
+    def prefill_s(self) -> list[float]:
+        return [prefill for prefill, _ in self.seconds]
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -39,7 +42,7 @@ class Samples:
     def _decode_rates(self) -> list[float | None]:
         return [
             self.batch * (self.new_tokens - 1) / (total - prefill) if total > prefill else None
-            for prefill, total in zip(self.prefill_s, self.total_s, strict=True)
+            for prefill, total in self.seconds
         ]
 
     def to_json(self) -> dict[str, Any]:
@@ -47,8 +50,7 @@ class Samples:
             "decode_tokens_per_s": self.decode_tokens_per_s,
             "prefill_tokens_per_s": self.prefill_tokens_per_s,
             "samples": [
-                {"prefill_s": prefill, "total_s": total}
-                for prefill, total in zip(self.prefill_s, self.total_s, strict=True)
+                {"prefill_s": prefill, "total_s": total} for prefill, total in self.seconds
             ],
         }
 

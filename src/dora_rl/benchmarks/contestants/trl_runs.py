@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dora_rl.benchmarks.contestants.arena import Progress
 from dora_rl.benchmarks.contestants.process import Contestant, ContestantFailed
+from dora_rl.benchmarks.reporting import Reporter
 
 if TYPE_CHECKING:
     from dora_rl.runtime.recording import StepRecord
@@ -135,14 +135,14 @@ class TrlRuns:
         work: Work,
         child: Contestant,
         encode: Callable[[str], list[int]],
-        progress: Progress,
+        reporter: Reporter,
     ) -> None:
         self.work = work
-        self._child, self._encode, self._progress = child, encode, progress
+        self._child, self._encode, self._reporter = child, encode, reporter
 
     def train(self, way: Choice, steps: int, warmup: int) -> Trained:
         work = self.work
-        self._progress(f"{TRL}: {warmup + steps} steps, {way.title}")
+        self._reporter.phase(f"{TRL}: {warmup + steps} steps, {way.title}")
         asked = questions(work.prompts * (warmup + steps))
         self._child.send(
             "train",
@@ -170,12 +170,12 @@ class TrlRuns:
 class OurRuns:
     """Runs of ours in the `local` runtime: the driver here, rollout and trainer as processes."""
 
-    def __init__(self, work: Work, model: Path, folder: Path, progress: Progress) -> None:
+    def __init__(self, work: Work, model: Path, folder: Path, reporter: Reporter) -> None:
         from dora_rl.tasks.encoding import Encoder
         from dora_rl.tasks.settings import TaskSettings
 
         self.work = work
-        self._model, self._folder, self._progress = model, folder, progress
+        self._model, self._folder, self._reporter = model, folder, reporter
         self._encoder = Encoder(model, TaskSettings())
         self._runs = 0
 
@@ -194,15 +194,13 @@ class OurRuns:
         return prepare(read_config(config), prompts=rows)
 
     def train(self, way: Split, steps: int) -> Trained:
-        from dora_rl.runtime.train import execute
+        from dora_rl.benchmarks.training import execute_told
 
         self._runs += 1
-        self._progress(f"{OURS}: {steps} steps, {way.title}")
+        self._reporter.phase(f"{OURS}: {steps} steps, {way.title}")
         plan = self.prepare(way, steps)
-        run = execute(plan)
+        run = execute_told(plan, self._reporter)
         shutil.rmtree(plan.out, ignore_errors=True)  # weights and a checkpoint each
-        if run.ending.interrupted:
-            raise KeyboardInterrupt
         if not run.ok:
             why = "the audit found a broken promise" if run.ending.ok else run.ending.reason
             raise ContestantFailed(f"a run of {OURS} failed ({way.title}): {why}.")

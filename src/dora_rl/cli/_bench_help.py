@@ -1,0 +1,118 @@
+"""The second half of `--help` of each `dora-rl bench`: how it measures, and examples."""
+
+ORCHESTRATOR = """\b
+The world is a cheap driver in virtual time whose own cost is not counted: 4 slots on each
+instance, a batch that is as large as the fleet, lognormal lengths, a report of every instance
+each 10 s. Each size is warmed up until every slot is busy and two versions are live, and then
+measured over whole train steps, so --events is rounded up.
+
+\b
+Examples:
+  dora-rl bench orchestrator
+  dora-rl bench orchestrator --instances 64,1024 --json
+  dora-rl bench orchestrator --quick
+"""
+
+ENGINE = """\b
+Each contestant is a process that loads once; they are asked in turn, so that the noise of the
+machine hits all, and one computes at a time. Same prompts and lengths for all, temperature 1,
+log-probabilities on. Prefill is the time for one token of every sequence, decode what more
+tokens take beyond that. The roofline is the slower of reading the weights and the KV once a
+step, and of the operations at the peak of torch.mm, both measured in the same run.
+
+\b
+hf is generate() of transformers. vllm needs its own environment: make venv-vllm, or a Python
+that has vLLM in $DORA_RL_VLLM_PYTHON.
+
+\b
+Examples:
+  dora-rl bench engine
+  dora-rl bench engine --against hf,vllm --batches 1,8,32,64,128
+  dora-rl bench engine --model tiny --batches 8 --json
+  dora-rl bench engine --quick
+"""
+
+MIGRATION = """\b
+By KV: exported, sent to another process, imported, until the next token is there. Read again:
+its tokens are submitted there, until the next token is there. Both go on as without the move,
+but for rounding: the table counts the moves after which a token differed. In bfloat16 rounding
+depends on how many rows are computed at once, so some do; with --dtype float32 hardly one.
+
+\b
+Examples:
+  dora-rl bench migration
+  dora-rl bench migration --model tiny --tokens 100,1000 --json
+  dora-rl bench migration --quick
+"""
+
+VERSIONS = """\b
+One engine holds all versions, each with other weights. The rows of the batch are split evenly.
+
+\b
+Examples:
+  dora-rl bench versions
+  dora-rl bench versions --model tiny --batch 64 --versions 1,4,8 --json
+  dora-rl bench versions --quick
+"""
+
+TRL = """\b
+Same model, questions, reward, learning rate, group size and lengths; temperature 1, no KL. Each
+has every processor, one after the other, and works in its own best way, which a short search
+finds: TRL's dtype and sequences in one pass; ours in turns or at once. Ours trains in float32 and
+generates in the dtype of the model's files. Responses end where the model ends them, so both
+numbers of tokens are shown. Warm-up is not counted. The default takes most of an hour on two
+cores.
+
+\b
+TRL needs its own environment: make venv-trl, or a Python that has TRL in --trl-python.
+
+\b
+Examples:
+  dora-rl bench trl
+  dora-rl bench trl --steps 3 --max-tokens 64 --json
+  dora-rl bench trl --quick
+"""
+
+DURABILITY = """\b
+The quickstart without its evaluations, with the ledger and without it, in turns. Then a rollout
+process is killed, and a whole run, which is resumed. The default takes some six minutes.
+
+\b
+Examples:
+  dora-rl bench durability
+  dora-rl bench durability --rounds 1 --steps 8 --json
+  dora-rl bench durability --quick
+"""
+
+MODES = """\b
+The quickstart's model and task, with long-tailed lengths, as processes of this machine. Every
+paradigm runs through the same core; what differs is a row of its table. Rollout-only is the part
+of a step in which nothing is trained. The search for each one's best split of the cores is
+printed; then they take turns. The default takes about ten minutes on two cores.
+
+\b
+Examples:
+  dora-rl bench modes
+  dora-rl bench modes --paradigms sync,multi_version --rounds 1 --steps 8 --json
+  dora-rl bench modes --quick
+"""
+
+CONVERGENCE = """\b
+sync, multi_version with K = 1 and 3, and in_flight, from the same model, with equal numbers of
+trajectories. Held-out reward is that of the last version on prompts that no run trains on. The
+default takes well over an hour on two cores.
+
+\b
+Examples:
+  dora-rl bench convergence --out convergence.json --plot convergence.png
+  dora-rl bench convergence --seeds 2 --steps 20
+  dora-rl bench convergence --quick
+"""
+
+EXAMPLES = """\b
+Examples:
+  dora-rl bench orchestrator
+  dora-rl bench engine --model tiny
+  dora-rl bench engine --against hf,vllm --json
+  dora-rl bench modes --quick
+"""
