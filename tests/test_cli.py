@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -156,16 +155,12 @@ def test_the_module_is_the_command() -> None:
     assert "nowhere" in done.stderr
 
 
-def test_help_starts_fast_and_imports_nothing_heavy() -> None:
+def test_help_starts_fast_for_it_imports_nothing_heavy() -> None:
     code = (
         "import sys, dora_rl.cli as c; code = c.main(['--help']);"
         "heavy = {'pydantic', 'rich', 'torch', 'ray', 'asyncio', 'dora_rl.simulator'};"
-        "sys.exit(code or ', '.join(sorted(heavy & set(sys.modules))) or 0)"
+        "many = f'{len(sys.modules)} modules' if len(sys.modules) > 150 else '';"  # 111 of late
+        "sys.exit(code or ', '.join(sorted(heavy & set(sys.modules))) or many or 0)"
     )
-    durations = []
-    for _ in range(3):
-        start = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        durations.append(time.perf_counter() - start)
-        assert done.returncode == 0, done.stderr
-    assert min(durations) < 1.0  # about 0.1 s on an idle machine
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -323,11 +322,10 @@ def test_help_is_fast_and_shows_examples() -> None:
     code = (
         "import sys, dora_rl.cli as c; code = c.main(['simulate', '--help']);"
         "heavy = {'pydantic', 'rich', 'dora_rl.simulator'};"
-        "sys.exit(code or ', '.join(sorted(heavy & set(sys.modules))) or 0)"
+        "many = f'{len(sys.modules)} modules' if len(sys.modules) > 150 else '';"  # 122 of late
+        "sys.exit(code or ', '.join(sorted(heavy & set(sys.modules))) or many or 0)"
     )
-    start = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert time.perf_counter() - start < 2.0  # about 0.1 s on an idle machine
     assert done.returncode == 0, done.stderr
     assert "dora-rl simulate paper-64 --paradigms sync,multi_version --json" in done.stdout
 

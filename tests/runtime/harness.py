@@ -1,7 +1,9 @@
 """Small runs for tests: a model directory, configurations, and what a run left behind."""
 
 import json
+import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,8 +11,8 @@ from typing import Any
 import psutil
 
 from dora_rl.core.audit import audit_journal
-from dora_rl.core.commands import Train
-from dora_rl.core.events import BatchTrained
+from dora_rl.core.commands import Command, Train
+from dora_rl.core.events import BatchTrained, Event
 from dora_rl.core.journal import Record, read_journal
 from dora_rl.core.replay import replay
 from dora_rl.runtime.listening import Listener
@@ -127,15 +129,28 @@ def children() -> list[psutil.Process]:
     ]
 
 
-def main(model: str, out: str, sections: str) -> None:
-    """A run in a process of its own: `python -m tests.runtime.harness MODEL OUT SECTIONS`.
+class Waiting(Listener):
+    """Waits after a step for an interrupt, or a death: the run is never done before."""
 
-    It goes on where the sections are `resume`.
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def observed(self, now: float, event: Event, commands: Sequence[Command]) -> None:
+        if isinstance(event, BatchTrained) and event.step == self.step:
+            while signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+                time.sleep(0.02)
+
+
+def main(model: str, out: str, sections: str, wait_after: str = "-1") -> None:
+    """A run in a process of its own: `python -m tests.runtime.harness MODEL OUT SECTIONS [STEP]`.
+
+    It goes on where the sections are `resume`. After the step it waits to be struck.
     """
+    waiting = Waiting(int(wait_after))
     if sections == "resume":
-        ended = execute(resume(out, prompts=PROMPTS))
+        ended = execute(resume(out, prompts=PROMPTS), listeners=[waiting])
     else:
-        ended = run(Path(model), Path(out), **json.loads(sections))
+        ended = run(Path(model), Path(out), waiting, **json.loads(sections))
     assert "torch" not in sys.modules, "a driver needs none, and it takes seconds to load"
     print(json.dumps({"ok": ended.ok, "interrupted": ended.ending.interrupted}))
 

@@ -124,7 +124,7 @@ class Life:
             below = psutil.Process(self._process.pid).children(recursive=True)
             self._process.kill()
             self._process.communicate()
-            assert not psutil.wait_procs(below, timeout=10.0)[1]
+            assert not psutil.wait_procs(below, timeout=PATIENCE_S)[1]
 
 
 class Progress:

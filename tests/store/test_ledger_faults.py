@@ -164,7 +164,7 @@ def test_a_reader_beside_a_writer_sees_whole_commits(path: Path) -> None:
     child = fork(write_on)
     seen: list[int] = []
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while len(set(seen)) < 25 and time.monotonic() < deadline:
             with Ledger.read(path) as reader:
                 n = reader.position.records

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from dora_rl.trainer import parallel
 from dora_rl.trainer.errors import FollowerDied, StepRejected
 from dora_rl.trainer.parallel import Followers, Publish, Restore, Save, Train, receive, send
 from dora_rl.trainer.trainer import Trainer
@@ -87,11 +86,18 @@ def test_two_processes_train_what_one_does(model: Path, tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-def test_followers_are_gone_after_closing(monkeypatch: pytest.MonkeyPatch) -> None:
+class Hanging(subprocess.Popen[bytes]):
+    """Is waited for in vain, however short a time."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        return super().wait(timeout and 0.1)
+
+
+def test_followers_are_gone_after_closing() -> None:
     """One ends with its pipe, as a follower does; the other hangs."""
-    monkeypatch.setattr(parallel, "_END_S", 0.5)
     processes = [
-        subprocess.Popen(command, stdin=subprocess.PIPE) for command in (["cat"], ["sleep", "60"])
+        subprocess.Popen(["cat"], stdin=subprocess.PIPE),
+        Hanging(["sleep", "600"], stdin=subprocess.PIPE),
     ]
     followers = Followers(3, list(processes))
     followers.close()

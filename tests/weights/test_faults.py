@@ -312,7 +312,7 @@ def test_of_two_processes_one_wins_and_both_agree(tmp_path: Path) -> None:
 
 
 def test_a_killed_process_frees_the_store(tmp_path: Path) -> None:
-    store = WeightStore(tmp_path, lock_timeout_s=5.0)
+    store = WeightStore(tmp_path, lock_timeout_s=60.0)
     store.publish(1, weights(1))
     with publisher(tmp_path, kill=4) as process:
         assert answer(process) == "ready"
