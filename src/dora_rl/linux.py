@@ -7,7 +7,6 @@ of the kernel's headers, and never change.
 import ctypes
 import errno
 import os
-import signal
 import struct
 import sys
 from collections.abc import Iterable, Iterator
@@ -21,8 +20,7 @@ NEW_PIDS, NEW_NETWORK = 0x20000000, 0x40000000
 READ_ONLY, NO_SETUID, NO_DEVICES, NO_PROGRAMS = 1, 2, 4, 8
 BIND, RECURSIVE, PRIVATE = 1 << 12, 1 << 14, 1 << 18
 
-_PR_GET_PDEATHSIG = 2
-_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
+_PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 22, 36, 38
 _CAPABILITY_VERSION_3 = 0x20080522
 
 
@@ -38,21 +36,6 @@ def mount(kind: str, target: str, flags: int = 0, options: str = "", source: str
     words = (source or kind or "none", target, kind or None)
     arguments = [None if word is None else os.fsencode(word) for word in words]
     return bool(_libc().mount(*arguments, ctypes.c_ulong(flags), os.fsencode(options)) == 0)
-
-
-@fast_path("parent-death")
-def parent_death() -> tuple[str, int]:
-    """Whether a process can ask to be ended with its parent."""
-    if not on_linux():
-        raise Unavailable("not Linux")
-    if _libc().prctl(_PR_GET_PDEATHSIG, ctypes.byref(ctypes.c_int()), 0, 0, 0):
-        raise Unavailable("the kernel refuses PR_SET_PDEATHSIG")
-    return "PR_SET_PDEATHSIG", 0
-
-
-def die_with_parent() -> None:
-    if parent_death().in_force:
-        _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def adopt_orphans() -> None:

@@ -91,8 +91,8 @@ FAST_PATHS = {
     ),
     "parent-death": FastPath(
         gives="the kernel ends a worker at once when its driver dies",
-        otherwise="a worker ends when it next finds its channel closed",
-        tried_by="linux:parent_death",
+        otherwise="a worker looks for its driver twice a second",
+        tried_by="machine.parent:parent_death",
         fix=_KERNEL,
     ),
     "memory-watch": FastPath(

@@ -4,7 +4,6 @@ The first message says what it is to be. It ends when it is told to, when the dr
 when it cannot go on, and then says why.
 """
 
-import os
 import signal
 import socket
 import sys
@@ -12,10 +11,10 @@ import time
 import traceback
 from pathlib import Path
 
-from dora_rl import linux
 from dora_rl.config import validate
 from dora_rl.core.errors import UserError
 from dora_rl.machine.fast_paths import Trial, tried
+from dora_rl.machine.parent import die_with_parent
 from dora_rl.runtime import messages as ms
 from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.local.channel import Channel, Gone
@@ -49,7 +48,7 @@ def _run(channel: Channel) -> None:
     if not isinstance(setup, ms.Setup):
         raise TypeError(f"the first message must be a setup: {setup}")
     channel.put_back(rest)
-    _die_with(setup.driver)
+    die_with_parent(setup.driver)
     config = validate(RunConfig, setup.config, "the driver's configuration")
     _limit_threads(setup.threads)
     if setup.role == "trainer":
@@ -152,13 +151,6 @@ def _limit_threads(threads: int) -> None:
     import torch
 
     torch.set_num_threads(threads)
-
-
-def _die_with(driver: int) -> None:
-    """Leave no orphan, whatever the driver dies of."""
-    linux.die_with_parent()
-    if os.getppid() != driver:  # it died before we asked to die with it
-        os._exit(1)
 
 
 if __name__ == "__main__":

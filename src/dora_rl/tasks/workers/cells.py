@@ -21,6 +21,7 @@ from typing import Literal, NoReturn
 
 from dora_rl import linux
 from dora_rl.machine.fast_paths import Unavailable, fast_path, on_linux
+from dora_rl.machine.parent import die_with_parent
 from dora_rl.tasks.workers import isolation
 
 Body = Callable[[isolation.Cell | None], object]
@@ -76,9 +77,8 @@ def start(body: Body, *, scratch: str, apart: bool, channel: int, closing: list[
         try:
             _close(closing)
             _forget_children()
-            linux.die_with_parent()
-            if os.getppid() == nursery:  # else it died before we asked to die with it
-                body(None)
+            die_with_parent(nursery)
+            body(None)
         finally:
             os._exit(0)
     with suppress(OSError):  # it was faster

@@ -8,6 +8,7 @@ import sys
 
 import msgspec
 
+from dora_rl.machine.parent import die_with_parent
 from dora_rl.tasks.workers import isolation, nursery, serving
 from dora_rl.tasks.workers.__main__ import enter_path
 from dora_rl.tasks.workers.wire import Hatching
@@ -19,6 +20,7 @@ def main(told: int, channel: int, number: int) -> None:
     hatching = msgspec.msgpack.decode(content, type=Hatching)
     birth, promised = hatching.birth, hatching.promised
     limits = birth.program.limits
+    die_with_parent(hatching.nursery)
     enter_path(birth)
     isolation.enter_fresh(limits)
     servant = serving.build(birth.program)

@@ -70,14 +70,16 @@ def run(
     try:
         try:
             alone = isolation.enter_nursery(limits)
-            told = None if birth is None else _written(Hatching(birth=birth, alone=alone))
+            told = None
+            if birth is not None:
+                hatching = Hatching(birth=birth, nursery=os.getpid(), alone=alone)
+                told = _written(hatching)
             home = Home(limits, directory, driver, alone, told)
             servant = build()
             found, way = _try(home)
             if way == "fresh":
-                assert birth is not None
-                hatching = Hatching(birth=birth, alone=alone, promised=found)
-                home = home._replace(told=_written(hatching))
+                promise = msgspec.structs.replace(hatching, promised=found)
+                home = home._replace(told=_written(promise))
         except UserError as error:
             control.sendall(pack(Refused(str(error))))
         except BaseException as error:  # SystemExit too: the user's import may do anything

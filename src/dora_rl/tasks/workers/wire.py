@@ -85,6 +85,7 @@ class Hatching(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker is told that is a fresh interpreter, and no fork of its nursery."""
 
     birth: Birth
+    nursery: int  # its process id
     alone: bool  # the nursery left the machine's network
     promised: Isolation | None = None  # less is not enough; without it, it tells what it has
 
