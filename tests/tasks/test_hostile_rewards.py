@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from dora_rl import linux
+from dora_rl.machine.fast_paths import on_linux
 from dora_rl.tasks.workers import births, crew, isolation
 from dora_rl.tasks.workers.scores import Outcome, ScoreJob, ScorePool
 from dora_rl.tasks.workers.sessions import EnvironmentPool
@@ -32,7 +33,7 @@ from tests.tasks.processes import (
 
 pytestmark = [
     pytest.mark.faults,
-    pytest.mark.skipif(sys.platform != "linux", reason="what Linux alone can keep away"),
+    pytest.mark.skipif(not on_linux(), reason="what Linux alone can keep away"),
 ]
 
 TIMEOUT_S = 1.0  # of those that are to run into it; a busy machine must not
