@@ -12,7 +12,7 @@ VENV_TRL := .venv-trl
 STAMP_TRL := $(VENV_TRL)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm venv-trl quickstart test test-smollm2 lint format bench soak clean
+.PHONY: help venv venv-vllm venv-trl quickstart test test-docs test-smollm2 lint format bench soak clean
 
 help: ## show the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-13s %s\n", $$1, $$2}'
@@ -78,6 +78,9 @@ bench: $(STAMP) ## measure the orchestrator, the embedded engine and the paradig
 
 test-faults: $(STAMP) ## kill runs at every point where a file changes, fail every write, and more
 	$(BIN)/python -m pytest -n 2 -m faults
+
+test-docs: $(STAMP) ## run every command and every Python block of the documentation
+	$(BIN)/python -m tests.docs.run
 
 soak: $(STAMP) ## run the fault storm: make soak SEEDS=10000
 	$(BIN)/python -m tests.soak --seeds $(SEEDS)
