@@ -87,9 +87,8 @@ class Result:
 
     def ratio(self, versions: int) -> float | None:
         """Decode rate with so many versions, over that with one."""
-        one = self.samples.get(1)
-        rate = self.samples[versions].decode_tokens_per_s
-        return None if one is None else ratio(rate, one.decode_tokens_per_s)
+        one = self.samples[1].decode_tokens_per_s  # is measured first
+        return ratio(self.samples[versions].decode_tokens_per_s, one)
 
     def to_json(self) -> dict[str, Any]:
         plan = self.plan
