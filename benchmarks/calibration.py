@@ -1,7 +1,7 @@
 """The paper's table, measured, fitted and predicted side by side (docs/calibration.md).
 
-    python benchmarks/calibration.py            # the table
-    python benchmarks/calibration.py --splits   # and the search of the splits
+python benchmarks/calibration.py            # the table
+python benchmarks/calibration.py --splits   # and the search of the splits
 """
 
 import argparse

@@ -20,7 +20,7 @@ _ITEM = re.compile(r" *([-*+]|\d+\.) ")
 _SPAN = re.compile(r"(?<!`)(`+)(?!`)((?:.|\n(?!\s*\n))+?)(?<!`)\1(?!`)")
 # A command up to its comment; a `#` inside quotes or a word begins none.
 _UNCOMMENTED = re.compile(r"""(?:[^\s'"#]#*|'[^']*'|"[^"]*"|\s(?!\s*#))*""")
-_IN_HEADER = re.compile(r"(?:# {3}|  +)((?:cd|dora-rl|make|pip|python) .*)")
+_IN_HEADER = re.compile(r"(?:# {3}| *)((?:cd|dora-rl|make|pip|python) .*)")
 
 
 @dataclass(frozen=True)

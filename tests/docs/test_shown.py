@@ -6,7 +6,7 @@ import pytest
 
 from dora_rl import cli
 from tests.docs import commands
-from tests.docs.pages import Page, Shown, epilogs, headers, pages
+from tests.docs.pages import ROOT, Page, Shown, epilogs, headers, pages
 
 PAGES = pages()
 EXAMPLES = [found for found in (*headers(), *epilogs(cli.cli, "dora-rl")) if found]
@@ -41,7 +41,7 @@ def test_what_ci_runs_by_itself_is_so() -> None:
 
 
 def test_ci_runs_the_rest() -> None:
-    lines = (commands.ROOT / ".ci" / "run").read_text().splitlines()
+    lines = (ROOT / ".ci" / "run").read_text().splitlines()
     assert "make test-docs" in lines
     shown = {shown.text for page in PAGES for block in page.of("sh") for shown in block.commands()}
     assert {"make quickstart", "make test", "dora-rl train"} <= shown  # nothing is passed over
