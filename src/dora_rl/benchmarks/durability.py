@@ -17,7 +17,7 @@ from typing import Any
 
 from dora_rl.benchmarks.reporting import Reporter
 from dora_rl.benchmarks.training import execute_told, train_once, workplace
-from dora_rl.chaos.processes import below, parts
+from dora_rl.chaos.processes import below, parts, signal_to
 from dora_rl.config import dump_toml, load_toml, merged
 from dora_rl.core.commands import Command
 from dora_rl.core.errors import UserError
@@ -208,7 +208,7 @@ def _kill_run(process: "subprocess.Popen[bytes]") -> None:
     process.kill()
     process.wait()
     deadline = time.monotonic() + _END_S
-    while any(Path(f"/proc/{pid}").exists() for pid in workers) and time.monotonic() < deadline:
+    while any(signal_to(pid, 0) for pid in workers) and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
