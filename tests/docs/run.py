@@ -134,6 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = [page for page in pages() if not chosen or page.file in chosen]
     if not found:
         parser.error(f"no such page: {', '.join(chosen)}")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the children
     outcomes = []
     for page in found:
         with tempfile.TemporaryDirectory(prefix="dora-rl-docs-") as scratch:
