@@ -20,7 +20,7 @@ from pathlib import Path
 from tests.docs.commands import RUN_BY_CI, python_of
 from tests.docs.pages import ROOT, Block, Page, Shown, pages
 
-LIMIT_S = 1200.0  # of one block: a guard against what hangs, far above what any takes
+LIMIT_S = 900.0  # of one command: a guard against what hangs, far above what any takes
 OUTPUT_SHOWN = 60  # last lines of what failed
 
 
@@ -74,7 +74,7 @@ def run_block(block: Block, copy: Path, limit_s: float = LIMIT_S) -> Iterator[Ou
         ]
         script.write_text("\n".join(lines) + "\n")
         last = time.time()
-        failure = _execute(["bash", str(script)], copy, limit_s)
+        failure = _execute(["bash", str(script)], copy, limit_s * len(commands))
         for i, shown in enumerate(commands):
             ended = (marks / str(i)).exists()
             now = (marks / str(i)).stat().st_mtime if ended else time.time()
