@@ -10,9 +10,13 @@ VENV_VLLM := .venv-vllm
 STAMP_VLLM := $(VENV_VLLM)/.installed
 VENV_TRL := .venv-trl
 STAMP_TRL := $(VENV_TRL)/.installed
+# Two processes, each with a stretch of the suite: what the tests of a file share is made once.
+TWO := -n 2 --dist worksteal
+PORTABLE := $(addprefix tests/,engines machine models quickstart runtime tasks trainer weights)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm venv-trl quickstart test test-docs test-smollm2 lint format bench soak clean
+.PHONY: help venv venv-vllm venv-trl quickstart test test-slow test-portable test-docs test-smollm2 \
+	test-faults lint format bench soak clean
 
 help: ## show the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-13s %s\n", $$1, $$2}'
@@ -54,7 +58,14 @@ quickstart: $(if $(wildcard $(STAMP)),$(STAMP),$(STAMP_RUN)) ## train a tiny lan
 	$(BIN)/dora-rl train
 
 test: $(STAMP) ## run the tests; the branch coverage of core must reach 95 %
-	$(BIN)/python -m pytest -n 2 --cov --cov-report=term --cov-fail-under=95
+	$(BIN)/python -m pytest $(TWO) --cov --cov-report=term --cov-fail-under=95
+
+test-slow: $(STAMP) ## run the tests that take long and rarely break
+	$(BIN)/python -m pytest $(TWO) -m "slow and not smollm2 and not faults"
+
+# As on a machine that has no fast path and is not Linux.
+test-portable: $(STAMP) ## run engine, trainer, rewards and runs with every fast path switched off
+	DORA_RL_PORTABLE=1 $(BIN)/python -m pytest $(TWO) $(PORTABLE)
 
 test-smollm2: $(STAMP) ## run the tests that need SmolLM2-135M, which is fetched first
 	$(BIN)/dora-rl fetch-model smollm2
@@ -77,7 +88,7 @@ bench: $(STAMP) ## measure the orchestrator, the embedded engine and the paradig
 	$(BIN)/dora-rl bench versions --model tiny
 
 test-faults: $(STAMP) ## kill runs at every point where a file changes, fail every write, and more
-	$(BIN)/python -m pytest -n 2 -m faults
+	$(BIN)/python -m pytest $(TWO) -m faults
 
 test-docs: $(STAMP) ## run every command and every Python block of the documentation
 	$(BIN)/python -m tests.docs.run

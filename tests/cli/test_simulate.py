@@ -76,6 +76,7 @@ def run_json(capsys: Capture, *args: str) -> dict[str, Any]:
 # The promises of the default scenario
 
 
+@pytest.mark.slow
 def test_default_keeps_what_is_promised(default: dict[str, Any]) -> None:
     runs = default["paradigms"]
     assert list(runs) == PARADIGMS
@@ -88,6 +89,7 @@ def test_default_keeps_what_is_promised(default: dict[str, Any]) -> None:
     assert ours["mixed"] == 0
 
 
+@pytest.mark.slow
 def test_default_shows_what_the_others_give_up(default: dict[str, Any]) -> None:
     runs = default["paradigms"]
     for name in ("partial", "in_flight"):

@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 from hypothesis import HealthCheck, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -189,9 +190,17 @@ class AnyOrder(RuleBasedStateMachine):
                     assert 0 <= train.step - group.version <= core.staleness
 
 
-TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(
-    max_examples=200,
+SETTINGS = settings(
     stateful_step_count=40,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
+
+
+class LongAnyOrder(AnyOrder):
+    """The same for longer."""
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(SETTINGS, max_examples=60)
+TestLongAnyOrder = pytest.mark.slow(LongAnyOrder.TestCase)
+TestLongAnyOrder.settings = settings(SETTINGS, max_examples=200)

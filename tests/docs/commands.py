@@ -32,6 +32,8 @@ RUN_BY_CI = {
     "make venv": "make venv",
     "make test": "make test",
     "make lint": "make lint",
+    "make test-slow": "make test-slow",
+    "make test-portable": "make test-portable",
     "make test-docs": "make test-docs",
     "make test-smollm2": "make test-smollm2",
     "make test-faults": "make test-faults",

