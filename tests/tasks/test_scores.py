@@ -7,14 +7,16 @@ import select
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dora_rl.machine.fast_paths import on_linux
+from dora_rl.machine.fast_paths import PORTABLE, on_linux
 from dora_rl.tasks.errors import TaskError
 from dora_rl.tasks.workers import crew, nursery
 from dora_rl.tasks.workers.scores import Outcome, ScoreJob, ScorePool
@@ -311,6 +313,25 @@ def test_numbers_beyond_64_bits_pass() -> None:
 def test_what_cannot_be_loaded_is_said_at_once(function: Any, message: str) -> None:
     with pytest.raises(TaskError, match=message):
         pool_of(function)
+
+
+@pytest.mark.parametrize("portable", ["", "1"])
+def test_a_path_need_not_be_text(
+    portable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of the working directory, which modules are looked for in, and of TMPDIR."""
+    for name in (b"caf\xe9", "größe é".encode()):
+        directory = Path(os.fsdecode(bytes(tmp_path) + b"/" + name))
+        try:
+            directory.mkdir()
+        except OSError:
+            pytest.skip("names of files are text here")
+        (directory / "found_here.py").write_text("def one(response):\n    return 1.0\n")
+        monkeypatch.chdir(directory)
+        monkeypatch.setenv(PORTABLE, portable)
+        monkeypatch.setattr(tempfile, "tempdir", str(directory))
+        with pool_of("found_here:one") as pool:
+            assert pool.run(job("good")).reward == 1.0
 
 
 def test_rewards_may_be_asynchronous() -> None:

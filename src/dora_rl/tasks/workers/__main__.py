@@ -20,15 +20,16 @@ def main() -> None:
     os.dup2(0, 2)
     sys.stderr = sys.stdout
     build = functools.partial(serving.build, birth.program)
-    nursery.run(control, build, birth.program.limits, birth.driver, birth.scratch, birth)
+    directory = os.fsdecode(birth.scratch)
+    nursery.run(control, build, birth.program.limits, birth.driver, directory, birth)
 
 
 def enter_path(birth: Birth) -> None:
     """The driver's search path came as PYTHONPATH; programs that rewards start get the user's."""
-    sys.path[:] = birth.path
+    sys.path[:] = map(os.fsdecode, birth.path)
     os.environ.pop("PYTHONPATH", None)
     if birth.environment_path is not None:
-        os.environ["PYTHONPATH"] = birth.environment_path
+        os.environ["PYTHONPATH"] = os.fsdecode(birth.environment_path)
 
 
 if __name__ == "__main__":

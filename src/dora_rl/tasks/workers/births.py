@@ -154,12 +154,13 @@ def _launch(program: Program, directory: str) -> Nursery:
         raise
     assert child.stderr is not None
     nursery = Nursery(ours, child.pid, functools.partial(_wait_for_child, child), directory)
+    before = os.environ.get("PYTHONPATH")
     birth = Birth(
         program=program,
         driver=os.getpid(),
-        scratch=directory,
-        path=path,
-        environment_path=os.environ.get("PYTHONPATH"),
+        scratch=os.fsencode(directory),
+        path=[os.fsencode(entry) for entry in path],
+        environment_path=None if before is None else os.fsencode(before),
     )
     try:
         with child.stderr as stderr:

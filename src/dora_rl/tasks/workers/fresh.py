@@ -24,7 +24,7 @@ def main(told: int, channel: int, number: int) -> None:
     enter_path(birth)
     isolation.enter_fresh(limits)
     servant = serving.build(birth.program)
-    home = nursery.Home(limits, birth.scratch, birth.driver, hatching.alone)
+    home = nursery.Home(limits, os.fsdecode(birth.scratch), birth.driver, hatching.alone)
     found = home.enter(number, None)
     if promised is None:
         nursery.tell_isolation(channel, found)

@@ -31,6 +31,7 @@ KEPT = frozenset(
     (
         *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TMPDIR", "TZ", "VIRTUAL_ENV"),
         *("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "PYTHONHASHSEED"),
+        "PYTHONUTF8",
         *("HF_HOME", "XDG_CACHE_HOME", "ONEDNN_MAX_CPU_ISA", PORTABLE),
         *(f"LC_{name}" for name in _LOCALE),
     )

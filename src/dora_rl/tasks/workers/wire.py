@@ -40,13 +40,16 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Birth(msgspec.Struct, frozen=True, kw_only=True):
-    """The first message to a nursery that was started by name."""
+    """The first message to a nursery that was started by name.
+
+    Paths are bytes, as the system has them: they need not be text in any encoding.
+    """
 
     program: Program
     driver: int  # its process id
-    scratch: str  # a directory for what workers write
-    path: list[str]
-    environment_path: str | None  # PYTHONPATH, as the user had it
+    scratch: bytes  # a directory for what workers write
+    path: list[bytes]
+    environment_path: bytes | None  # PYTHONPATH, as the user had it
 
 
 class Isolation(msgspec.Struct, frozen=True, kw_only=True):
