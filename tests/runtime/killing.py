@@ -83,7 +83,7 @@ def live(model: Path, out: Path, sections: dict[str, Any], kill_at: int | None =
     """One life of a run; the exit code: 0, or -9 if it was killed at that point."""
     process = _PROCESSES.Process(target=_live, args=(model, out, sections, kill_at))
     process.start()
-    process.join(60)
+    process.join(300)
     code = process.exitcode
     process.kill()
     assert code is not None, "it hangs"

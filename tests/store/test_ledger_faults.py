@@ -127,7 +127,7 @@ def test_one_process_at_a_time(path: Path) -> None:
         with Ledger.open(path) as ledger:
             ledger.commit(nth(2))
             os.write(into, b"!")
-            time.sleep(60)
+            time.sleep(600)
 
     child = fork(hold)
     os.read(out, 1)
