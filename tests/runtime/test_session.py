@@ -8,6 +8,7 @@ import pytest
 from dora_rl import linux
 from dora_rl.cli._training import introduction
 from dora_rl.core.commands import Command
+from dora_rl.core.errors import UserError
 from dora_rl.core.events import Event
 from dora_rl.runtime.inline import InlineRuntime
 from dora_rl.runtime.listening import Listener
@@ -36,6 +37,21 @@ def test_what_is_not_kept_from_rewards_is_said_once_and_logged(
     (logged,) = (out / "logs" / "rewards.log").read_text().splitlines()
     what = said.partition(": ")[2]
     assert logged == f"rewards and environments are not kept from: {what}"
+
+
+def test_a_path_that_is_not_utf_8_is_refused_before_anything_is_written(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "caf\udce9"
+    try:
+        here.mkdir()
+    except OSError:
+        pytest.skip("names of files are text here")
+    monkeypatch.chdir(here)
+    config = read_config(settings(model, Path("run")))
+    with pytest.raises(UserError, match=r"run.out must be a path in UTF-8: `.*caf\\udce9/run`"):
+        prepare(config, prompts=PROMPTS)
+    assert not list(here.iterdir())
 
 
 class Logs(Listener):

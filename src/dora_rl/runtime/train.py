@@ -82,6 +82,9 @@ def prepare(
     """Check all that can be checked before anything is started or written."""
     require(USER, "engine", "train")
     model = find_model(config.model.path)
+    out = Path(config.run.out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
+    _check_text("model.path", model)
+    _check_text("run.out", out)
     config = _with_dtype(config)
     task = Task.open(
         config.task,
@@ -92,8 +95,20 @@ def prepare(
         environment=environment,
         eval_prompts=eval_prompts,
     )
-    out = Path(config.run.out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
     return Plan(config, model, task, out)
+
+
+def _check_text(key: str, path: Path) -> None:
+    """Workers are told paths as text, and config.toml holds them so."""
+    name = str(path.absolute())
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        shown = name.encode("utf-8", "backslashreplace").decode()
+        raise UserError(
+            f"{key} must be a path in UTF-8: `{shown}`. Use another directory, or a locale with "
+            "UTF-8, such as LC_ALL=C.UTF-8."
+        ) from None
 
 
 def _with_dtype(config: RunConfig) -> RunConfig:
@@ -122,6 +137,7 @@ def resume(
     run = Path(run)
     if not (run / CONFIG).is_file():
         raise UserError(f"not a run: `{run}`. Give the directory of a run.")
+    _check_text("the run directory", run)
     if not (run / LEDGER).is_file():
         raise UserError(
             f"nothing to resume in `{run}`: {LEDGER} is missing. "
