@@ -19,7 +19,7 @@ from unittest.mock import Mock
 import pytest
 from click.testing import CliRunner
 
-from dora_rl import linux
+from dora_rl import extras, linux
 from dora_rl.chaos import faults, storm
 from dora_rl.chaos.disk import Disk
 from dora_rl.chaos.faults import FAULTS, Target
@@ -58,6 +58,18 @@ def target(run: Path, driver: int, **life_has: Any) -> Target:
     life = SimpleNamespace(pid=driver, **life_has)
     wounds = Wounds(run, run.with_name("damaged"))
     return Target(run, life, wounds, random.Random(0))  # type: ignore[arg-type]
+
+
+def test_a_missing_extra_is_named_before_anything_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(extras, "_present", lambda name: name != "torch")
+    assert main(["chaos", "--out", str(tmp_path / "run")]) == 2
+    assert capsys.readouterr().err == (
+        "error: torch is not installed: `dora-rl chaos` needs it. "
+        "Run: pip install 'dora-rl[engine]'\n"
+    )
+    assert not list(tmp_path.iterdir())
 
 
 def test_parts_are_found_by_what_they_write(

@@ -61,12 +61,14 @@ def command(
     from dora_rl.chaos.faults import FAULTS, available
     from dora_rl.chaos.storm import Plan, brave
     from dora_rl.config import load_toml
+    from dora_rl.extras import require
     from dora_rl.runtime.errors import RunFailed
 
     if as_list:
         for name, (_, words) in FAULTS.items():
             click.echo(f"{name:<14} {words}")
         return
+    require("dora-rl chaos", "engine", "train")
     names = tuple(name.strip() for name in faults.split(",") if name.strip())
     plan = Plan(
         config=load_toml(config) if config is not None else _quickstart(),
