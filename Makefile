@@ -14,6 +14,12 @@ STAMP_TRL := $(VENV_TRL)/.installed
 TWO := -n 2 --dist worksteal
 PORTABLE := $(addprefix tests/,engines machine models quickstart runtime tasks trainer weights)
 
+# Python before 3.13 reads the path of an editable install in the encoding of the locale, and does
+# not start at all if ASCII is all that it has and a directory is called größe.
+ifneq (,$(filter C POSIX,$(LC_ALL)))
+export LC_ALL := C.UTF-8
+endif
+
 .DEFAULT_GOAL := help
 .PHONY: help venv venv-vllm venv-trl quickstart test test-slow test-portable test-docs test-smollm2 \
 	test-faults lint format bench soak clean
