@@ -26,9 +26,9 @@ QUICK: Mapping[str, Mapping[str, Any]] = {
         "max_tokens": 32,
         "search_steps": 0,
     },
-    "modes": {"steps": 6, "warmup_steps": 2, "rounds": 1, "search_steps": 0, "groups": 16},
-    "durability": {"steps": 8, "warmup_steps": 2, "rounds": 1},
-    "convergence": {"seeds": 2, "steps": 6, "eval_size": 64},
+    "modes": {"steps": 4, "warmup_steps": 1, "rounds": 1, "search_steps": 0, "groups": 16},
+    "durability": {"steps": 6, "warmup_steps": 2, "rounds": 1},
+    "convergence": {"seeds": 2, "steps": 4, "eval_size": 32},
 }
 
 
