@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 from dora_rl.benchmarks import convergence
-from dora_rl.benchmarks.convergence import WAYS, Band, Outcome, Plan, Result, draw, measure
+from dora_rl.benchmarks.convergence import (
+    WAYS,
+    Band,
+    Outcome,
+    Plan,
+    Result,
+    draw,
+    measure,
+    named_ways,
+)
 from dora_rl.benchmarks.reporting import Reporter
 from dora_rl.core.errors import UserError
 from dora_rl.runtime.train import read_config
@@ -72,6 +81,21 @@ def test_every_way_is_a_valid_configuration_of_equal_trajectories(way: object) -
     assert config.orchestration.group_size == first.orchestration.group_size
 
 
+def test_ways_are_named_as_they_are_typed() -> None:
+    from dora_rl.cli.bench import command
+
+    (option,) = [o for o in command.commands["convergence"].params if o.name == "ways"]
+    assert named_ways(str(option.default).split(",")) == WAYS == Plan().ways
+    assert [way.label for way in named_ways(["multi_version:3", "sync"])] == [
+        "sync",
+        "multi_version K=3",
+    ]
+    with pytest.raises(UserError, match=r"no such way: `async`. Use one of: sync, multi_version:1"):
+        named_ways(["sync", "async"])
+    with pytest.raises(UserError, match="--ways must name one"):
+        Plan(ways=())
+
+
 def test_one_seed_has_no_confidence() -> None:
     with pytest.raises(UserError, match="--seeds must be >= 2"):
         Plan(seeds=1)
@@ -95,6 +119,8 @@ def test_what_was_measured_can_be_shown_at_any_moment(
     assert [list(result.to_json()["ways"]) for result in shown[:4]] == [
         ways[:count] for count in (1, 2, 3, 4)
     ]
+    some = measure(Plan(seeds=2, steps=2, ways=named_ways(["in_flight", "sync"])))
+    assert list(some.outcomes) == ["sync", "in_flight"]
     without_sync = Result(Plan(), {"in_flight": [outcome([0.1], 0.5)]})
     assert without_sync.difference("in_flight") is None
     assert without_sync.to_json()["ways"]["in_flight"]["held_out_less_sync"] is None

@@ -332,6 +332,8 @@ def test_quick_makes_plans_that_can_be_measured() -> None:
         values = {
             {"groups": "groups_per_step"}.get(key, key): tuple(map(int, value.split(",")))
             if key in ("batches", "tokens")
+            else convergence.named_ways(value.split(","))
+            if key == "ways"
             else value
             for key, value in QUICK[name].items()
         }

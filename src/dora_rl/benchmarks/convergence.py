@@ -31,6 +31,11 @@ class Way(NamedTuple):
     paradigm: str
     max_staleness: int
 
+    @property
+    def key(self) -> str:
+        """As it is typed: `sync`, `multi_version:3`."""
+        return self.label.replace(" K=", ":")
+
 
 WAYS = (
     Way("sync", "sync", 0),
@@ -46,8 +51,11 @@ class Plan:
     steps: int = 60
     eval_size: int = 512
     goal: float = 0.7
+    ways: tuple[Way, ...] = WAYS
 
     def __post_init__(self) -> None:
+        if not self.ways:
+            raise UserError("--ways must name one at least.")
         if self.seeds < 2:
             raise UserError(f"--seeds must be >= 2, for a confidence band: `{self.seeds}`.")
         for option, number in (("--steps", self.steps), ("--eval-size", self.eval_size)):
@@ -197,10 +205,19 @@ class Result:
         return lines
 
 
+def named_ways(keys: Sequence[str]) -> tuple[Way, ...]:
+    """Ways by their keys, in the order of `WAYS`."""
+    known = {way.key: way for way in WAYS}
+    for key in keys:
+        if key not in known:
+            raise UserError(f"no such way: `{key}`. Use one of: {', '.join(known)}.")
+    return tuple(way for key, way in known.items() if key in keys)
+
+
 def measure(plan: Plan, reporter: Reporter | None = None) -> Result:
     """Every way with every seed; the ways take turns."""
     reporter = reporter or Reporter()
-    outcomes: dict[str, list[Outcome]] = {way.label: [] for way in WAYS}
+    outcomes: dict[str, list[Outcome]] = {way.label: [] for way in plan.ways}
 
     def result() -> Result:
         return Result(plan, {label: list(found) for label, found in outcomes.items() if found})
@@ -208,7 +225,7 @@ def measure(plan: Plan, reporter: Reporter | None = None) -> Result:
     reporter.collects(lambda: result() if any(outcomes.values()) else None)
     with workplace() as place:
         for seed in range(plan.seeds):
-            for way in WAYS if seed % 2 == 0 else reversed(WAYS):
+            for way in plan.ways if seed % 2 == 0 else reversed(plan.ways):
                 reporter.phase(f"seed {seed + 1} of {plan.seeds}: {way.label}")
                 out = place / f"{seed}-{way.label.replace(' ', '-')}"
                 run = train_once(plan.config(way, seed), out, reporter)

@@ -301,6 +301,13 @@ def durability(steps: int, warmup_steps: int, rounds: int) -> benching.Measureme
 
 
 @command.command(epilog=about.CONVERGENCE)
+@click.option(
+    "--ways",
+    default="sync,multi_version:1,multi_version:3,in_flight",
+    show_default=True,
+    metavar="WAY,…",
+    help="Which are compared; a number is K.",
+)
 @click.option("--seeds", type=int, default=5, show_default=True, help="Runs of each way.")
 @click.option("--steps", type=int, default=60, show_default=True, help="Train steps of a run.")
 @click.option(
@@ -313,10 +320,16 @@ def durability(steps: int, warmup_steps: int, rounds: int) -> benching.Measureme
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the curves as PNG.")
 @benching.measured
 def convergence(
-    seeds: int, steps: int, eval_size: int, goal: float, out: Path | None, plot: Path | None
+    ways: str,
+    seeds: int,
+    steps: int,
+    eval_size: int,
+    goal: float,
+    out: Path | None,
+    plot: Path | None,
 ) -> benching.Measurement:
     """What staleness costs in learning: reward curves of several ways and seeds."""
-    from dora_rl.benchmarks.convergence import Plan, Result, draw, measure
+    from dora_rl.benchmarks.convergence import Plan, Result, draw, measure, named_ways
 
     for file in (out, plot):
         if file is not None:
@@ -328,5 +341,6 @@ def convergence(
         if plot is not None:
             draw(result, plot)
 
-    plan = Plan(seeds=seeds, steps=steps, eval_size=eval_size, goal=goal)
+    compared = named_ways(benching.names(ways))
+    plan = Plan(seeds=seeds, steps=steps, eval_size=eval_size, goal=goal, ways=compared)
     return benching.Measurement(partial(measure, plan), save)
