@@ -6,9 +6,7 @@ The same examples every time, so that a change is judged by what it changed. To 
 
 import os
 import signal
-from pathlib import Path
 
-import pytest
 from hypothesis import HealthCheck, settings
 
 from dora_rl.models import cpu
@@ -30,12 +28,3 @@ cpu.guard()
 # those that a test interrupts would never hear of it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Let the tests of core alone count for its coverage: traced, all take half as long again."""
-    if config.pluginmanager.hasplugin("pytest_cov"):
-        core = Path(__file__).parent / "core"
-        for item in items:
-            if core not in item.path.parents:
-                item.add_marker("no_cover")
