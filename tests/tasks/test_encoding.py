@@ -119,7 +119,10 @@ def test_without_a_template_text_is_text(tmp_path: Path, begin: bool) -> None:
         encoder.encode(prompt([user("x")]))
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=3), TEXT)
 def test_turns_add_up_to_the_whole_conversation(
     tmp_path: Path, turns: list[tuple[str, str]], first: str
