@@ -2,6 +2,7 @@
 
 import io
 import signal
+import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from dora_rl.trainer.errors import FollowerDied, StepRejected
 from dora_rl.trainer.parallel import Followers, Publish, Restore, Save, Train, receive, send
 from dora_rl.trainer.trainer import Trainer
+from dora_rl.trainer.world import loopback_interface
 from dora_rl.weights.store import WeightStore
 from tests.models.random_models import make_model
 from tests.trainer.samples import batch_of, opened
@@ -62,6 +64,17 @@ def three_steps(trainer: Trainer, saved: Path) -> None:
     trainer.train(3, batch_of(33, version=1))
     saving.wait()
     saving.check()
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [(["eth0", "lo"], "lo"), (["en0", "lo0"], "lo0"), (["eth0"], None)],
+)
+def test_the_group_meets_on_the_loopback_of_any_system(
+    names: list[str], found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(names, start=1)))
+    assert loopback_interface() == found
 
 
 @pytest.mark.slow

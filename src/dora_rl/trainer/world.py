@@ -4,6 +4,7 @@ A world of one needs no process group and adds nothing to any call.
 """
 
 import os
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -61,6 +62,12 @@ class World:
             policy.set_requires_gradient_sync(last)
 
 
+def loopback_interface() -> str | None:
+    """Its name: `lo` on Linux, `lo0` on macOS and BSD."""
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in ("lo", "lo0") if name in names), None)
+
+
 def join(rendezvous: Path, rank: int, size: int) -> World:
     """Become one of `size` processes that meet at a file in a private directory."""
     if dist.is_initialized():
@@ -68,7 +75,8 @@ def join(rendezvous: Path, rank: int, size: int) -> World:
             "this process is in a process group already. Close the other trainer first."
         )
     # The group is this machine's: gloo would else bind whatever the host name resolves to.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if (loopback := loopback_interface()) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(rank)
