@@ -131,3 +131,18 @@ def test_both_environments_hold_the_same_model_libraries() -> None:
     ours, theirs = pins("constraints.txt"), pins("requirements-vllm.txt")
     for name in ("torch", "transformers", "tokenizers", "safetensors", "msgspec"):
         assert ours[name] == theirs[name], name
+
+
+def test_the_source_distribution_holds_all_that_the_repository_does() -> None:
+    """So that its tests pass where it is unpacked; hatchling adds the files named here itself."""
+    try:
+        listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("no git")
+    if listed.returncode:
+        pytest.skip("not a clone, or another user's")
+    there = {f"/{name.partition('/')[0]}" for name in listed.stdout.splitlines()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    included = project["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    by_itself = {"/.gitignore", "/LICENSE", "/README.md", "/pyproject.toml"}
+    assert there == by_itself | set(included)
