@@ -139,7 +139,7 @@ def test_the_source_distribution_holds_all_that_the_repository_does() -> None:
         listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     except FileNotFoundError:
         pytest.skip("no git")
-    if listed.returncode:
+    if listed.returncode or not listed.stdout:
         pytest.skip("not a clone, or another user's")
     there = {f"/{name.partition('/')[0]}" for name in listed.stdout.splitlines()}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
