@@ -17,7 +17,7 @@ QUICK: Mapping[str, Mapping[str, Any]] = {
     "orchestrator": {"instances": "64,512,2048", "events": 40_000},
     "engine": {"batches": "1,8,32", **_OF_AN_ENGINE},
     "migration": {"tokens": "250,1000", **_OF_AN_ENGINE},
-    "versions": _OF_AN_ENGINE,
+    "versions": {"batch": 16, "new_tokens": 16, **_OF_AN_ENGINE},
     "trl": {
         "model": "quickstart",
         "steps": 2,
