@@ -138,15 +138,15 @@ def test_one_that_stands_still_is_killed_for_good(model: Path, tmp_path: Path) -
 
         def observed(self, now: float, event: Event, commands: Sequence[Command]) -> None:
             super().observed(now, event, commands)
-            if isinstance(event, InstanceFailed) and not self.tried:
-                self.tried = True
+            if isinstance(event, InstanceFailed) and not self.called:
+                self.called = True
                 assert self.pid is not None
                 with pytest.raises(ProcessLookupError):
                     os.kill(self.pid, signal.SIGCONT)
 
     waker = Waker()
     ended = run(model, tmp_path / "run", waker, **LOCAL)
-    assert waker.tried
+    assert waker.called
     assert_sound(ended)
     assert ended.audit.failed == 0
     found = story(ended)
