@@ -218,6 +218,8 @@ def test_what_workers_do_not_see_cannot_be_writable(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(home))
     place = place.format(home=home)
+    if not Path(place).exists():
+        pytest.skip(f"no {place} here")
     with pytest.raises(TaskError, match=re.escape(f"`{name}` is in `{place}`, which is kept")):
         open_task(prompts=ROWS, reward="exact", writable=(".", name))
 
