@@ -134,7 +134,7 @@ def test_one_that_stands_still_is_killed_for_good(model: Path, tmp_path: Path) -
     class Waker(Stopper):
         """Tries to wake it up when it has been taken for dead."""
 
-        tried = False
+        called = False
 
         def observed(self, now: float, event: Event, commands: Sequence[Command]) -> None:
             super().observed(now, event, commands)
