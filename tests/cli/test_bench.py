@@ -347,3 +347,13 @@ def test_quick_trl_without_its_environment_names_the_command(
     monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
     assert cli.main(["bench", "trl", "--quick"]) == 2
     assert "Run: make venv-trl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("bench", [["engine", "--prompt-tokens"], ["migration", "--tokens"]])
+def test_a_model_that_is_too_short_is_refused_before_anything_starts(
+    bench: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    command, option = bench
+    assert cli.main(["bench", command, "--model", "tiny", option, "1000000"]) == 2
+    said = capfd.readouterr()
+    assert said.out == "" and len(said.err.splitlines()) == 1 and "context" in said.err

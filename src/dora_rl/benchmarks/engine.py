@@ -31,7 +31,7 @@ from dora_rl.benchmarks.contestants.samples import (
 )
 from dora_rl.benchmarks.dtypes import DtypeChoice, open_in_best_dtype
 from dora_rl.benchmarks.limits import Limits, Roofline
-from dora_rl.benchmarks.models import Model, check_model
+from dora_rl.benchmarks.models import Model, check_model, context_of
 from dora_rl.benchmarks.reporting import Reporter, repeats
 
 DEFAULT_MODEL = "smollm2"
@@ -230,10 +230,9 @@ def measure(plan: Plan, reporter: Reporter | None = None) -> Result:
     """Start all contestants, and ask them in turn."""
     reporter = reporter or Reporter()
     with arena.ready("dora-rl bench engine") as (work, notes), ExitStack() as stack:
+        longest = plan.prompt_tokens + plan.new_tokens
+        arena.check_context(context_of(plan.model), longest, "--prompt-tokens and --new-tokens")
         model, choice = open_in_best_dtype(plan.model, plan.dtype, work, reporter)
-        arena.check_context(
-            model.config, plan.prompt_tokens + plan.new_tokens, "--prompt-tokens and --new-tokens"
-        )
         starts = [
             roster.ours(model, plan.shape, work),
             *(roster.other(name, model, plan.shape) for name in plan.against),

@@ -21,7 +21,7 @@ from dora_rl.benchmarks.contestants import arena, roster
 from dora_rl.benchmarks.contestants.process import Contestant, start_all
 from dora_rl.benchmarks.contestants.samples import median
 from dora_rl.benchmarks.dtypes import DtypeChoice, open_in_best_dtype
-from dora_rl.benchmarks.models import Model, check_model
+from dora_rl.benchmarks.models import Model, check_model, context_of
 from dora_rl.benchmarks.reporting import Reporter, repeats
 
 DEFAULT_MODEL = "smollm2"
@@ -165,9 +165,9 @@ def measure(plan: Plan, reporter: Reporter | None = None) -> Result:
     """Start both engines, and move trajectories from one to the other."""
     reporter = reporter or Reporter()
     with arena.ready("dora-rl bench migration") as (work, notes), ExitStack() as stack:
-        model, choice = open_in_best_dtype(plan.model, plan.dtype, work, reporter)
         longest = max(plan.tokens) + 1 + COMPARED
-        arena.check_context(model.config, longest, "--tokens and what follows")
+        arena.check_context(context_of(plan.model), longest, "--tokens and what follows")
+        model, choice = open_in_best_dtype(plan.model, plan.dtype, work, reporter)
         notes += [choice.reason] if choice.reason else []
         ends = [stack.enter_context(end) for end in socket.socketpair()]
         starts = [

@@ -70,6 +70,19 @@ def check_model(name: str) -> None:
         )
 
 
+def context_of(name: str) -> int | None:
+    """The context of a model, before it is opened; None for one that has to be fetched."""
+    check_model(name)
+    if name == TINY:
+        return int(_TINY_CONFIG["max_position_embeddings"])
+    if name in packaged.MODELS:
+        places = [packaged.place(name, dtype) for dtype in packaged.DTYPES]
+    else:
+        places = [model_directory() if name == QUICKSTART else Path(name)]
+    found = (read_config(place).context for place in places if place.is_dir())
+    return next(found, None)
+
+
 def open_model(name: str, dtype: str | None, work: Path) -> Model:
     """A model by name or directory, in these numbers or else its own.
 

@@ -232,7 +232,9 @@ def _ours(plan: Plan, model: Model, work: Path, reporter: Reporter) -> OurRuns:
         raise UserError(f"no tokenizer.json in `{model.directory}`. Give a model with a tokenizer.")
     run = OurRuns(plan.work, model.directory, work, reporter)
     longest = max(len(run.encode(question)) for question in questions(plan.prompts))
-    arena.check_context(model.config, longest + plan.max_tokens, "the prompts and --max-tokens")
+    arena.check_context(
+        model.config.context, longest + plan.max_tokens, "the prompts and --max-tokens"
+    )
     return run
 
 

@@ -21,7 +21,7 @@ from dora_rl.benchmarks.contestants.samples import (
     times,
 )
 from dora_rl.benchmarks.dtypes import DtypeChoice, open_in_best_dtype
-from dora_rl.benchmarks.models import Model, check_model
+from dora_rl.benchmarks.models import Model, check_model, context_of
 from dora_rl.benchmarks.reporting import Reporter, repeats
 from dora_rl.core.errors import UserError
 
@@ -126,10 +126,9 @@ def measure(plan: Plan, reporter: Reporter | None = None) -> Result:
     """Start an engine with as many versions as the most, and let the numbers take turns."""
     reporter = reporter or Reporter()
     with arena.ready("dora-rl bench versions") as (work, notes), ExitStack() as stack:
+        longest = plan.prompt_tokens + plan.new_tokens
+        arena.check_context(context_of(plan.model), longest, "--prompt-tokens and --new-tokens")
         model, choice = open_in_best_dtype(plan.model, plan.dtype, work, reporter)
-        arena.check_context(
-            model.config, plan.prompt_tokens + plan.new_tokens, "--prompt-tokens and --new-tokens"
-        )
         notes += [choice.reason] if choice.reason else []
         start = roster.ours(model, plan.shape, work, versions=max(plan.versions))
         (ours,) = start_all(stack, [start], work, reporter)

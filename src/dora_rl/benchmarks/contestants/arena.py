@@ -49,11 +49,12 @@ def check_dtype(dtype: str | None) -> None:
         raise UserError(f"--dtype must be one of {', '.join(DTYPES)}: `{dtype}`.")
 
 
-def check_context(config: ModelConfig, tokens: int, options: str) -> None:
-    if tokens > config.context:
+def check_context(context: int | None, tokens: int, options: str) -> None:
+    """Refuse sequences that are longer than a model's context, as far as that is known."""
+    if context is not None and tokens > context:
         raise UserError(
             f"{options} make sequences of {tokens} tokens, and the context of this model is "
-            f"`{config.context}`. Give fewer."
+            f"`{context}`. Give fewer."
         )
 
 
