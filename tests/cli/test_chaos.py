@@ -38,7 +38,14 @@ from dora_rl.runtime.errors import RunFailed
 from tests.chaos.test_wounds import Aim, content, damaged_run
 
 PATIENCE_S = 120.0  # then a test hangs
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="chaos needs /proc")
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+
+@pytest.fixture(autouse=True)
+def on_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The portable way has no chaos: see `test_without_proc_it_is_refused`."""
+    monkeypatch.delenv(PORTABLE, raising=False)
 
 
 @pytest.fixture
