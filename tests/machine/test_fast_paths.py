@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -216,4 +217,6 @@ def test_a_run_where_linux_is_not(tmp_path: Path) -> None:
 def test_every_trial_is_a_function_of_no_arguments() -> None:
     for path in FAST_PATHS.values():
         module, _, name = path.tried_by.partition(":")
-        assert callable(getattr(importlib.import_module(f"dora_rl.{module}"), name))
+        trial = getattr(importlib.import_module(f"dora_rl.{module}"), name)
+        needed = [p for p in signature(trial).parameters.values() if p.default is p.empty]
+        assert not needed, f"the doctor cannot call {path.tried_by}"

@@ -106,7 +106,9 @@ def _place(name: str, path: Path, fix: str) -> Finding:
 def _libraries() -> Iterator[Finding]:
     for extra, names in extras.missing(*_NEEDED).items():
         listed = ", ".join(names)
-        yield Finding("libraries", extra, Status.FAILS, f"not installed: {listed}", _install(extra))
+        yield Finding(
+            "libraries", extra, Status.FAILS, f"not installed: {listed}", extras.install(extra)
+        )
     if "torch" not in extras.missing("engine").get("engine", []):
         said, failure = python("-m", "dora_rl.doctor.torch_build")
         status = Status.FAILS if failure else Status.OK
@@ -140,13 +142,9 @@ def _extras() -> Iterator[Finding]:
     for extra, needs in _WHO_NEEDS.items():
         if extra in missing:
             text = f"not installed: {', '.join(missing[extra])}; for {needs}"
-            yield Finding("extras", extra, Status.MISSING, text, _install(extra))
+            yield Finding("extras", extra, Status.MISSING, text, extras.install(extra))
         else:
             yield Finding("extras", extra, Status.OK, needs)
-
-
-def _install(extra: str) -> str:
-    return extras.install(extra)
 
 
 def _short_run(directory: Path) -> Iterator[Finding]:
