@@ -12,7 +12,16 @@ VENV_TRL := .venv-trl
 STAMP_TRL := $(VENV_TRL)/.installed
 # Two processes, each with a stretch of the suite: what the tests of a file share is made once.
 TWO := -n 2 --dist worksteal
-PORTABLE := $(addprefix tests/,engines machine models quickstart runtime tasks trainer weights)
+# Modules are compiled when they are first imported: most never are, and it takes a minute.
+PIP_OPTIONS := --quiet --disable-pip-version-check --no-compile
+# Handed out one at a time, and three at once: those that take long wait for much of it.
+LONG := -n 3 --dist load --maxschedchunk 1
+# What has a fast path, or runs with one.
+PORTABLE := $(addprefix tests/,engines machine quickstart sandbox tasks) \
+	$(patsubst %,tests/models/test_%.py,cpu linear stacking) \
+	$(patsubst %,tests/trainer/test_%.py,trainer with_engine) \
+	$(patsubst %,tests/runtime/test_%.py,evaluation hostile inline local local_starts machine \
+	memory resume reward_log rollout trainer_starts zombie)
 
 # Python before 3.13 reads the path of an editable install in the encoding of the locale, and does
 # not start at all if ASCII is all that it has and a directory is called größe.
@@ -22,7 +31,7 @@ endif
 
 .DEFAULT_GOAL := help
 .PHONY: help venv venv-vllm venv-trl quickstart test test-slow test-portable test-docs test-smollm2 \
-	test-faults lint format bench soak clean
+	test-faults test-gpu lint format bench soak clean
 
 help: ## show the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-13s %s\n", $$1, $$2}'
@@ -31,14 +40,14 @@ help: ## show the targets
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: dora-rl needs Python 3.11 or newer. Use make PYTHON=python3.11")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install $(PIP_OPTIONS) -c constraints.txt -e '.[dev]'
 	@touch $@
 
 # To run needs neither the development tools nor a C compiler, as one task library does.
 $(STAMP_RUN): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: dora-rl needs Python 3.11 or newer. Use make PYTHON=python3.11")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[engine,train]'
+	$(BIN)/python -m pip install $(PIP_OPTIONS) -c constraints.txt -e '.[engine,train]'
 	@touch $@
 
 venv: $(STAMP) ## create .venv and install the project with its development tools
@@ -47,7 +56,7 @@ venv: $(STAMP) ## create .venv and install the project with its development tool
 $(STAMP_VLLM): requirements-vllm.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: vLLM needs Python 3.11 or newer. Use make PYTHON=python3.11")'
 	@test -x $(VENV_VLLM)/bin/python || $(PYTHON) -m venv $(VENV_VLLM)
-	$(VENV_VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-vllm.txt
+	$(VENV_VLLM)/bin/python -m pip install $(PIP_OPTIONS) --no-deps -r requirements-vllm.txt
 	@touch $@
 
 venv-vllm: $(STAMP_VLLM) ## create .venv-vllm, the environment of the vLLM engine (3.7 GB)
@@ -55,7 +64,7 @@ venv-vllm: $(STAMP_VLLM) ## create .venv-vllm, the environment of the vLLM engin
 $(STAMP_TRL): requirements-trl.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: TRL needs Python 3.11 or newer. Use make PYTHON=python3.11")'
 	@test -x $(VENV_TRL)/bin/python || $(PYTHON) -m venv $(VENV_TRL)
-	$(VENV_TRL)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-trl.txt
+	$(VENV_TRL)/bin/python -m pip install $(PIP_OPTIONS) --no-deps -r requirements-trl.txt
 	@touch $@
 
 venv-trl: $(STAMP_TRL) ## create .venv-trl, the environment of dora-rl bench trl (1.5 GB)
@@ -68,8 +77,8 @@ test: $(STAMP) ## run the tests; the branch coverage of core must reach 95 %
 	$(BIN)/python -m pytest $(TWO) tests/core --cov --cov-report=term --cov-fail-under=95
 	$(BIN)/python -m pytest $(TWO) --ignore tests/core
 
-test-slow: $(STAMP) ## run the tests that take long and rarely break
-	$(BIN)/python -m pytest $(TWO) -m "slow and not smollm2 and not faults"
+test-slow: $(STAMP) ## run the tests that take long and rarely break, those of test-faults too
+	$(BIN)/python -m pytest $(LONG) -m "(slow or faults) and not smollm2 and not gpu"
 
 # As on a machine that has no fast path and is not Linux.
 test-portable: $(STAMP) ## run engine, trainer, rewards and runs with every fast path switched off
@@ -77,7 +86,12 @@ test-portable: $(STAMP) ## run engine, trainer, rewards and runs with every fast
 
 test-smollm2: $(STAMP) ## run the tests that need SmolLM2-135M, which is fetched first
 	$(BIN)/dora-rl fetch-model smollm2
-	$(BIN)/python -m pytest -m smollm2
+	$(BIN)/python -m pytest $(TWO) -m smollm2
+
+# A machine without a GPU tests nothing here, which must not look like success.
+test-gpu: $(STAMP) ## run the tests that need a GPU; without one, say so and fail
+	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "error: torch " + torch.__version__ + " finds no GPU: the tests that need one were not run. Run make test-gpu on a machine with one, with a build of torch for CUDA.")'
+	$(BIN)/python -m pytest -m gpu
 
 lint: $(STAMP) ## ruff, mypy --strict, import contracts
 	$(BIN)/ruff check .
@@ -96,10 +110,10 @@ bench: $(STAMP) ## measure the orchestrator, the embedded engine and the paradig
 	$(BIN)/dora-rl bench versions --model tiny
 
 test-faults: $(STAMP) ## kill runs at every point where a file changes, fail every write, and more
-	$(BIN)/python -m pytest $(TWO) -m faults
+	$(BIN)/python -m pytest $(LONG) -m faults
 
 test-docs: $(STAMP) ## run every command and every Python block of the documentation
-	$(BIN)/python -m tests.docs.run
+	$(BIN)/python -m tests.docs.run --jobs 2
 
 soak: $(STAMP) ## run the fault storm: make soak SEEDS=10000
 	$(BIN)/python -m tests.soak --seeds $(SEEDS)

@@ -6,7 +6,7 @@ python benchmarks/calibration.py --splits   # and the search of the splits
 
 import argparse
 
-from dora_rl.core.settings import ParadigmName
+from dora_rl.core.protocol.settings import ParadigmName
 from dora_rl.observe.metrics import Summary
 from dora_rl.simulator.scenarios import load_scenario
 from dora_rl.simulator.simulate import simulate

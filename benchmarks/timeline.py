@@ -10,7 +10,7 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
-from dora_rl.core.settings import ParadigmName
+from dora_rl.core.protocol.settings import ParadigmName
 from dora_rl.simulator.scenarios import load_scenario
 from dora_rl.simulator.simulate import simulate
 from dora_rl.simulator.usage import Timeline
@@ -19,7 +19,7 @@ SMALLER = (
     "cluster.devices=16",
     "cluster.train_devices=8",
     "orchestration.groups_per_step=32",
-    "scenario.steps=8",
+    "run.steps=8",
     "scenario.warmup_steps=1",
 )
 PARADIGMS = (ParadigmName.SYNC, ParadigmName.MULTI_VERSION)

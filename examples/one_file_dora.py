@@ -3,7 +3,7 @@
     python examples/one_file_dora.py     # needs torch alone; under a minute on one core
 
 Synchronous RL generates a batch, waits for its longest response, trains, and starts again. Here
-the trainer takes any B groups that are complete, while longer ones go on *with the weights that
+the trainer takes any B groups that are complete, while longer ones continue *with the weights that
 they were started with*; old versions stay loaded until their last response is done. One number
 bounds it: a response is trained at most K steps after its version. K = 0 is synchronous
 training: the two runs below are one code with another K. Read `run` first: it is the loop.

@@ -30,7 +30,7 @@ from dora_rl.models import cpu
 from dora_rl.models.tokenizer import load_tokenizer
 from dora_rl.quickstart import model_directory
 from dora_rl.tasks import chains
-from dora_rl.weights.store import WeightStore
+from dora_rl.transports.weights.shared_directory import WeightStore
 
 PAD, BOS, EOS, UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
 VOCABULARY = (PAD, BOS, EOS, UNKNOWN, *chains.ALPHABET)

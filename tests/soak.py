@@ -19,12 +19,12 @@ from pathlib import Path
 from random import Random
 
 from dora_rl.core.audit import Audit
-from dora_rl.core.errors import DoraError
-from dora_rl.core.invariants import violations
-from dora_rl.core.journal import JournalWriter
+from dora_rl.core.audit.invariants import violations
+from dora_rl.core.history.journal import JournalWriter
 from dora_rl.core.orchestrator import Orchestrator
-from dora_rl.core.settings import OnFailedMember, ParadigmName, Settings
-from dora_rl.simulator.costs import Efficiency, Model
+from dora_rl.core.protocol.errors import DoraError
+from dora_rl.core.protocol.settings import OnFailedMember, ParadigmName, Settings
+from dora_rl.simulator.cost_parameters import Efficiency, Model
 from dora_rl.simulator.distributions import Constant, LogNormal, Uniform
 from dora_rl.simulator.faults import FaultParams
 from dora_rl.simulator.params import WorldParams
@@ -73,11 +73,11 @@ class Storm:
         self._check(thorough=True)
         if world.halted is None:
             raise Violation(f"no end after {LIMIT_S:.0f} s: {outcome.reason}")
-        ledger = self.orchestrator.state.ledger
+        work = self.orchestrator.state.work
         report = self.audit.report()
         counted = (report.trained, report.filtered, report.failed)
-        if counted != (ledger.trained, ledger.filtered.total(), ledger.failed.total()):
-            raise Violation(f"the audit counts {counted}, the ledger {ledger.trained} trained")
+        if counted != (work.trained, work.filtered.total(), work.failed.total()):
+            raise Violation(f"the audit counts {counted}, the ledger {work.trained} trained")
         if outcome.ok and report.outstanding:
             raise Violation(f"{report.outstanding} trajectories outstanding after a good end")
         faults = Counter(fault.kind for fault in world.faults.log)

@@ -11,7 +11,7 @@ import pytest
 
 import dora_rl
 from dora_rl import cli
-from dora_rl.core.errors import SettingsError, UserError
+from dora_rl.core.protocol.errors import SettingsError, UserError
 
 Run = Callable[..., int]
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from dora_rl.config import ConfigModel, apply_overrides, dump_toml, load_toml, merged, validate
-from dora_rl.core.errors import UserError
+from dora_rl.core.protocol.errors import UserError
 
 
 class Mode(StrEnum):

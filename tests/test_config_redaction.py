@@ -15,7 +15,7 @@ from pydantic import Field, field_validator
 
 from dora_rl.config import ConfigModel, apply_overrides, dump_toml, validate
 from dora_rl.config.redaction import REDACTED, hidden_keys, looks_secret, redacted, scrubbed
-from dora_rl.core.errors import UserError
+from dora_rl.core.protocol.errors import UserError
 
 SECRET_KEYS = [
     *("api_key", "apiKey", "API-KEY", "apikey", "openai_api_key", "x-api-key", "APIKey"),
@@ -23,12 +23,14 @@ SECRET_KEYS = [
     *("secret", "client_secret", "aws_secret_access_key", "secrets", "SECRET"),
     *("password", "db_password", "passwords", "passwd", "passphrase"),
     *("credential", "credentials", "gcp-credentials", "authorization", "Authorization"),
+    *("pass", "PASS", "db_pass", "smtpPass", "passcode"),
     *("private_key", "privateKey", "ssh_key", "access_key", "signing_keys"),
 ]
 PLAIN_KEYS = [
     *("max_tokens", "stop_token_ids", "tokenizer", "kv_budget_tokens", "keep_checkpoints"),
     *("eos_token", "bos_token", "pad_token_id", "special_token", "tokens", "num_tokens"),
     *("prompt_key", "answer_key", "key", "keys", "keyboard", "monkey", "secretary_name"),
+    *("pass_rate", "pass_at_k", "first_pass", "two-pass", "forwardPass", "passed", "passing"),
     *("author", "authored", "passes", "credits", "path", "out", "steps", "tokenize", "detoken"),
 ]
 CREDENTIALS = [
@@ -48,6 +50,7 @@ CREDENTIALS = [
     "postgresql://me:pa55word@db:5432/runs",
     "Bearer abcdefgh12345678",
     "https://example.org/x?api_key=abcdefgh",
+    "https://example.org/x?user=me&pass=abcdefgh",
 ]
 INNOCENT = [
     *("task-1234567890abcdef", "risk-assessment-of-1000-things", "sk-learn-datasets-iris"),
@@ -163,7 +166,7 @@ def test_where_there_is_nothing_there_is_nothing_to_hide(value: Any) -> None:
 
 
 def test_numbers_may_be_secrets_but_no_tokens() -> None:
-    data = {"password": 12345, "train_token_s": 0.1, "token": 7, "costs": (1, 2)}
+    data = {"password": 12345, "train_token_s": 0.1, "token": 7, "pass": 3, "costs": (1, 2)}
     assert redacted(data) == {**data, "password": REDACTED}
 
 

@@ -2,18 +2,30 @@
 
 import subprocess
 import sys
+from inspect import signature
 
 import pytest
 
 import dora_rl
-from dora_rl.runtime.train import Run, train
+from dora_rl.runtime.api import resume, train
+from dora_rl.runtime.execution import Run
 
 
 def test_the_public_names() -> None:
-    assert dora_rl.__all__ == ["Run", "__version__", "train"]
+    assert dora_rl.__all__ == ["Run", "__version__", "resume", "train"]
     assert dora_rl.train is train
+    assert dora_rl.resume is resume
     assert dora_rl.Run is Run
     assert set(dora_rl.__all__) <= set(dir(dora_rl))
+
+
+def test_the_public_names_of_the_sandbox() -> None:
+    from dora_rl import sandbox
+
+    assert sandbox.__all__ == ["Execution", "SandboxError", "run_python"]
+    parameters = signature(sandbox.run_python).parameters
+    assert list(parameters) == ["code", "stdin", "timeout_s", "memory_mb", "max_output"]
+    assert all(p.kind is p.KEYWORD_ONLY for name, p in parameters.items() if name != "code")
 
 
 def test_other_names_are_refused() -> None:

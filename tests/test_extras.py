@@ -93,7 +93,7 @@ def test_the_base_installation_starts_without_any_extra(args: list[str]) -> None
 def test_a_simulation_needs_no_extra() -> None:
     absent = {module for names in EXTRAS.values() for module in names}
     args = ["simulate", "default", "--paradigms", "sync", "--json"]
-    args += ["--set", "scenario.steps=2", "--set", "scenario.warmup_steps=0"]
+    args += ["--set", "run.steps=2", "--set", "scenario.warmup_steps=0"]
     done = run_without(absent, f"import dora_rl.cli as c; sys.exit(c.main({args!r}))")
     assert done.returncode == 0, done.stderr
 

@@ -6,7 +6,7 @@ here imports them.
 
 import importlib.util
 
-from dora_rl.core.errors import UserError
+from dora_rl.core.protocol.errors import UserError
 
 # The modules that each extra brings, as `pyproject.toml` has them.
 EXTRAS = {

@@ -40,14 +40,11 @@ def responses(draw: st.DrawFn, min_sequences: int = 1) -> Responses:
     number, total = len(lengths), sum(lengths)
     reward = st.sampled_from((-1.0, 0.0, 0.1, 0.5, 1.0, 100.0))
     mask = torch.tensor(draw(_many(st.booleans(), total)), dtype=torch.bool)
-    sequence_T = rows(lengths)
-    sampled = torch.zeros(number, dtype=torch.int64).index_add(0, sequence_T, mask.long())
     return Responses(
         rewards_N=torch.tensor(draw(_many(reward, number))),
         group_N=torch.tensor(draw(_many(st.integers(0, 2), number))),
-        lengths_N=sampled,
         truncated_N=torch.tensor(draw(_many(st.booleans(), number)), dtype=torch.bool),
-        sequence_T=sequence_T,
+        sequence_T=rows(lengths),
         mask_T=mask,
         values_T=_floats(draw, total),
         old_logprobs_T=-_floats(draw, total).abs(),

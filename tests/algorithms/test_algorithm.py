@@ -32,7 +32,6 @@ def two_responses(**changes: Any) -> Responses:
     batch = Responses(
         rewards_N=torch.tensor([1.0, 0.0]),
         group_N=torch.tensor([4, 4]),
-        lengths_N=torch.tensor([2, 2]),
         truncated_N=torch.tensor([False, True]),
         sequence_T=rows([2, 3]),
         mask_T=torch.tensor([1, 1, 1, 0, 1]),
@@ -57,16 +56,40 @@ def test_truncated_responses_count_in_the_baseline_but_are_not_trained() -> None
     found = algorithm(preset="dr_grpo", mask_truncated=True).targets(two_responses())
     assert found.advantages_T.tolist() == [0.5, 0.5, 0.0, 0.0, 0.0]
     assert found.mask_T.tolist() == [1, 1, 0, 0, 0]
+    # The rewards at the ends, 1 1 | 0 0: mean 1/2, squares 4 · 1/4, over 3 is 1/3. Over the first
+    # response alone it would be 0. With the mean of the group gone first, it is the same.
+    for preset in ("reinforce_pp", "reinforce_pp_baseline"):
+        found = algorithm(preset=preset, mask_truncated=True).targets(two_responses())
+        half = 3**0.5 / 2
+        assert found.advantages_T.tolist() == pytest.approx([half, half, 0, 0, 0], abs=1e-5)
+
+
+@given(algorithms, responses())
+def test_what_is_not_trained_on_does_not_change_what_the_others_are_worth(
+    found: Algorithm, batch: Responses
+) -> None:
+    settings = found.settings.model_dump()
+    every = algorithm(**{**settings, "mask_truncated": False}).targets(batch)
+    some = algorithm(**{**settings, "mask_truncated": True}).targets(batch)
+    truncated_T = batch.truncated_N[batch.sequence_T]
+    assert torch.equal(some.advantages_T, every.advantages_T.masked_fill(truncated_T, 0.0))
+    assert torch.equal(some.mask_T, every.mask_T.masked_fill(truncated_T, False))
 
 
 def test_long_responses_are_worth_less() -> None:
-    # 8 tokens at most, the last 4 the buffer: length 6 costs half of 1, so 1/2 against 0.
+    # 8 tokens at most, the last 4 the buffer. The first has 6, of which 4 were observed: half of
+    # the penalty, so 1 - 1/2 against 0. The second has 2, below the buffer.
     found = algorithm(preset="dr_grpo", overlong_buffer=0.5).targets(
-        two_responses(lengths_N=torch.tensor([6, 2]))
+        two_responses(
+            sequence_T=rows([6, 2]),
+            mask_T=torch.tensor([1, 0, 0, 0, 0, 1, 1, 1]),
+        )
     )
-    assert found.advantages_T.tolist() == [0.25, 0.25, -0.25, 0.0, -0.25]
+    assert found.advantages_T.tolist() == [0.25, 0, 0, 0, 0, 0.25, -0.25, -0.25]
     assert found.metrics["reward_mean"] == 0.5
     assert found.metrics["shaped_reward_mean"] == 0.25
+    # The metrics of lengths stay those of what was sampled.
+    assert found.metrics["length_mean"] == found.metrics["length_max"] == 2
 
 
 def test_the_kl_takes_off_the_reward() -> None:
@@ -135,10 +158,14 @@ def test_importance_weights_multiply_the_loss() -> None:
 
 
 def test_at_the_sequence_level_tokens_share_a_weight() -> None:
-    # One sequence of weights 1 and 4: the geometric mean is 2, below a cap of 3.
-    settings = {"importance": "masked", "importance_level": "sequence", "importance_cap": 3.0}
-    loss, sums = algorithm(preset="grpo", **settings).loss(micro(sequence_T=rows([3])))
-    assert float(loss) == pytest.approx((-1.2 * 2 + 2) / 2)
+    # One sequence of weights 1 and 4: the product is 4, above a cap of 3 and below one of 5.
+    settings = {"preset": "grpo", "importance": "masked", "importance_level": "sequence"}
+    both = micro(sequence_T=rows([3]))
+    loss, sums = algorithm(**settings, importance_cap=3.0).loss(both)
+    assert float(loss) == 0
+    assert summarise(sums)["importance_cut_share"] == 1
+    loss, sums = algorithm(**settings, importance_cap=5.0).loss(both)
+    assert float(loss) == pytest.approx(4 * (-1.2 + 1) / 2)
     assert summarise(sums)["importance_cut_share"] == 0
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dora_rl.algorithms import corrections, kl
-from dora_rl.algorithms.ratios import log_ratio, ratio, sequence_log_ratio
+from dora_rl.algorithms.ratios import log_ratio, mean_log_ratio, ratio, sequence_log_ratio
 from dora_rl.algorithms.shapes import ShapeError
 from tests.algorithms.batches import rows
 
@@ -20,11 +20,14 @@ def test_observed_tokens_have_ratio_one() -> None:
     assert found.tolist() == [2.0, 0.0]
 
 
-def test_a_sequence_has_the_geometric_mean_of_its_ratios() -> None:
-    # 8 and 2: √16 = 4. 3, and an observed token: 3. A sequence with nothing sampled: 1.
+def test_the_ratios_of_a_sequence_by_hand() -> None:
+    # 8 and 2: 16, and √16 = 4. 3, and an observed token: 3. With nothing sampled: 1.
     log_ratio_T = torch.tensor([log(8), log(2), log(3), 0.0, 0.0])
-    found = sequence_log_ratio(log_ratio_T, torch.tensor([1, 1, 1, 0, 0]), rows([2, 2, 1]))
-    assert found.exp().tolist() == pytest.approx([4, 4, 3, 3, 1])
+    sequence_T = rows([2, 2, 1])
+    product = sequence_log_ratio(log_ratio_T, sequence_T)
+    assert product.exp().tolist() == pytest.approx([16, 16, 3, 3, 1])
+    mean = mean_log_ratio(log_ratio_T, torch.tensor([1, 1, 1, 0, 0]), sequence_T)
+    assert mean.exp().tolist() == pytest.approx([4, 4, 3, 3, 1])
 
 
 def test_importance_weights_by_hand() -> None:

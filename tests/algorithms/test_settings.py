@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dora_rl.algorithms.presets import PRESETS
 from dora_rl.algorithms.settings import AlgorithmSettings, Preset, check
 from dora_rl.config import ConfigModel, dump_toml, validate
-from dora_rl.core.errors import UserError
+from dora_rl.core.protocol.errors import UserError
 from tests.algorithms.batches import VARIANTS
 
 

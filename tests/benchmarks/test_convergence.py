@@ -20,8 +20,8 @@ from dora_rl.benchmarks.convergence import (
     named_ways,
 )
 from dora_rl.benchmarks.reporting import Reporter
-from dora_rl.core.errors import UserError
-from dora_rl.runtime.train import read_config
+from dora_rl.core.protocol.errors import UserError
+from dora_rl.runtime.prepare.plan import read_config
 from tests.benchmarks import stubs
 
 

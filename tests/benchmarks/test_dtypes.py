@@ -10,7 +10,7 @@ from dora_rl.benchmarks.contestants import roster
 from dora_rl.benchmarks.dtypes import choose, open_in_best_dtype
 from dora_rl.benchmarks.models import open_model
 from dora_rl.benchmarks.reporting import Reporter
-from dora_rl.core.errors import UserError
+from dora_rl.core.protocol.errors import UserError
 from dora_rl.models import packaged
 from tests.benchmarks import stubs
 

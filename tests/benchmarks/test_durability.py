@@ -10,8 +10,8 @@ import pytest
 from dora_rl.benchmarks import durability
 from dora_rl.benchmarks.durability import OFF, ON, Plan, Result, measure
 from dora_rl.benchmarks.reporting import Reporter
-from dora_rl.core.errors import UserError
-from dora_rl.runtime.train import read_config
+from dora_rl.core.protocol.errors import UserError
+from dora_rl.runtime.prepare.plan import read_config
 from tests.benchmarks import stubs
 
 QUICK = {

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from dora_rl.benchmarks import engine
-from dora_rl.benchmarks.contestants import arena, roster
+from dora_rl.benchmarks.contestants import common, roster
 from dora_rl.benchmarks.contestants.process import ContestantFailed, start_all
 from dora_rl.benchmarks.contestants.samples import seconds_of
 from dora_rl.benchmarks.dtypes import DtypeChoice
 from dora_rl.benchmarks.engine import GOALS, Plan, Result, measure
 from dora_rl.benchmarks.models import open_model
 from dora_rl.benchmarks.reporting import Reporter
-from dora_rl.core.errors import UserError
+from dora_rl.core.protocol.errors import UserError
 from tests.benchmarks import stubs
 
 SPEEDS = {"ours": (1.0, 0.5), "hf": (2.0, 2.0), "vllm": (0.5, 0.25)}  # first token, each further
@@ -227,7 +227,7 @@ def test_the_same_work_from_ours_and_from_transformers(tmp_path: Path) -> None:
         for member in start_all(stack, starts, tmp_path, Reporter()):
             assert member.ask("about")["threads"] == 1
             for batch, tokens in ((1, 1), (2, 3), (2, 3)):
-                prompts = arena.prompts(f"{batch}/{tokens}", model.config, batch, 4)
+                prompts = common.prompts(f"{batch}/{tokens}", model.config, batch, 4)
                 done = member.ask("generate", prompts=prompts, new_tokens=tokens)
                 assert seconds_of(member.name, done, batch * tokens) > 0
 

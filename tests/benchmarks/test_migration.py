@@ -9,7 +9,7 @@ import pytest
 
 from dora_rl.benchmarks import migration
 from dora_rl.benchmarks.migration import COMPARED, Length, Move, Plan, measure
-from dora_rl.core.errors import UserError
+from dora_rl.core.protocol.errors import UserError
 from tests.benchmarks import stubs
 
 STAYED = list(range(100, 100 + COMPARED))
@@ -154,6 +154,7 @@ def test_a_trajectory_must_fit_the_context() -> None:
         measure(Plan("tiny", (8192 - COMPARED,), dtype="float32"))
 
 
+@pytest.mark.slow
 def test_moves_for_real_go_on_as_if_there_had_been_none() -> None:
     told = stubs.Told()
     plan = Plan("tiny", (70, 9), repeats=1, threads=1, dtype="float32")

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from dora_rl.benchmarks.models import check_model, open_model, publish_versions
-from dora_rl.core.errors import UserError
+from dora_rl.core.protocol.errors import UserError
+from dora_rl.transports.weights.shared_directory import WeightStore
 from dora_rl.weights.huggingface import map_model
-from dora_rl.weights.store import WeightStore
 
 
 def test_tiny_is_what_it_is_said_to_be(tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ from dora_rl.benchmarks.reporting import Reporter
 from dora_rl.benchmarks.training import train_once
 from dora_rl.cli.bench import modes as cli_modes
 from dora_rl.config import merged
-from dora_rl.core.errors import UserError
-from dora_rl.core.settings import ParadigmName
-from dora_rl.runtime.train import Run, read_config
+from dora_rl.core.protocol.errors import UserError
+from dora_rl.core.protocol.settings import ParadigmName
+from dora_rl.runtime.execution import Run
+from dora_rl.runtime.prepare.plan import read_config
 from tests.benchmarks import stubs
 
 SYNC, OURS = ParadigmName.SYNC, ParadigmName.MULTI_VERSION

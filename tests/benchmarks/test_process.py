@@ -13,9 +13,9 @@ import pytest
 
 from dora_rl.benchmarks.contestants import process
 from dora_rl.benchmarks.contestants.process import (
-    Company,
     Contestant,
     ContestantFailed,
+    ContestantGroup,
     Start,
     start_all,
 )
@@ -125,7 +125,7 @@ def test_a_death_is_named_with_its_signal_and_last_words(tmp_path: Path) -> None
     with loaded(tmp_path) as one, pytest.raises(ContestantFailed) as failure:
         one.ask("dies", number=4)
     assert str(failure.value) == (
-        "one died of SIGILL when asked to `dies`. Its last words: one | two | three"
+        "one died of SIGILL when asked to `dies`. Its last output: one | two | three"
     )
 
 
@@ -138,7 +138,7 @@ def test_an_error_is_named_with_its_code_and_message(tmp_path: Path) -> None:
 
 def test_one_that_leaves_without_a_word(tmp_path: Path) -> None:
     with loaded(tmp_path) as one:
-        with pytest.raises(ContestantFailed, match=r"ended with code 0 .* It said nothing"):
+        with pytest.raises(ContestantFailed, match=r"ended with code 0 .* It printed nothing"):
             one.ask("quits")
         with pytest.raises(ContestantFailed, match="ended with code 0"):
             one.ask("echo")
@@ -231,7 +231,7 @@ MEMBERS = {name: Member(name) for name in ("quiet", "spinner")}
 def test_one_that_spins_while_another_works_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     now = itertools.count(0.0, 10.0)  # each request takes ten seconds
     monkeypatch.setattr(process.time, "monotonic", lambda: next(now))
-    company = Company(list(MEMBERS.values()))  # type: ignore[arg-type]
+    company = ContestantGroup(list(MEMBERS.values()))  # type: ignore[arg-type]
     company.ask("quiet", "work", quiet=9.0, spinner=4.0)
     company.ask("spinner", "work", spinner=9.0)
     assert company.idle_shares() == {"quiet": 0.0, "spinner": 0.4}

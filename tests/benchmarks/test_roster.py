@@ -13,7 +13,7 @@ import torch
 from dora_rl import extras
 from dora_rl.benchmarks.contestants import roster
 from dora_rl.benchmarks.models import Model, open_model
-from dora_rl.core.errors import UserError
+from dora_rl.core.protocol.errors import UserError
 
 SHAPE = roster.Shape(batch=32, prompt_tokens=64, new_tokens=48, threads=2)
 VLLM_FILE = Path(roster.__file__).with_name("vllm.py")

@@ -30,7 +30,7 @@ from dora_rl.benchmarks.contestants.trl_runs import (
 from dora_rl.benchmarks.models import open_model
 from dora_rl.benchmarks.reporting import Reporter
 from dora_rl.benchmarks.trl import Plan, Result, Side
-from dora_rl.core.errors import UserError
+from dora_rl.core.protocol.errors import UserError
 from dora_rl.quickstart import model_directory
 from tests.benchmarks import stubs
 
@@ -523,7 +523,7 @@ def test_the_command_shows_both_and_their_ratio(
 def test_the_defaults_of_the_command_are_those_of_the_plan() -> None:
     from dora_rl.cli.bench import command
 
-    other = ("as_json", "quick", "trl_python")
+    other = ("as_json", "quick", "trl_python", "log_level")
     options = {o.name: o.default for o in command.commands["trl"].params if o.name not in other}
     assert len(options) == 6
     assert {name: getattr(Plan(), str(name)) for name in options} == options

@@ -8,7 +8,7 @@ import pytest
 
 from dora_rl.benchmarks import versions
 from dora_rl.benchmarks.versions import Plan, measure
-from dora_rl.core.errors import UserError
+from dora_rl.core.protocol.errors import UserError
 from tests.benchmarks import stubs
 
 SMALL: dict[str, Any] = {

@@ -10,12 +10,13 @@ import pytest
 
 from dora_rl import cli
 from dora_rl.cli import _journals
-from dora_rl.core import commands as c
-from dora_rl.core import events as e
-from dora_rl.core.journal import JournalWriter
+from dora_rl.core.audit import Promise
+from dora_rl.core.history.journal import JournalWriter
 from dora_rl.core.orchestrator import Orchestrator
-from dora_rl.core.settings import ParadigmName, Settings
-from dora_rl.core.types import BatchGroup, Segment
+from dora_rl.core.protocol import commands as c
+from dora_rl.core.protocol import events as e
+from dora_rl.core.protocol.settings import ParadigmName, Settings
+from dora_rl.core.protocol.types import BatchGroup, Segment
 from dora_rl.store.rundir import RunDirectory
 
 Capture = pytest.CaptureFixture[str]
@@ -63,7 +64,7 @@ def finished(trajectory: int, fence: int, *segments: Segment) -> e.Event:
     return e.TrajectoryFinished(trajectory, fence, sum(s.tokens for s in segments), segments)
 
 
-# Group 0 is trained, version 1 published; trajectory 1 goes on from version 0 to version 1.
+# Group 0 is trained, version 1 published; trajectory 1 continues from version 0 to version 1.
 MIXED: list[tuple[e.Event, Sequence[c.Command]]] = [
     (finished(0, 1, Segment(0, "d0", 5)), [c.Score(0, 1)]),
     (e.TrajectoryScored(0, 1), [c.Judge(0, (0,))]),
@@ -102,12 +103,25 @@ def test_an_honest_run_is_clean_and_identical(run: RunDirectory, capsys: Capture
         )
 
 
+def test_a_clean_run_has_one_line_and_the_rest_on_request(
+    run: RunDirectory, capsys: Capture
+) -> None:
+    write_honest(run)
+    _, brief, _ = call(capsys, "audit", run.path)
+    assert brief.startswith("multi_version: clean (3 events") and brief.count("\n") == 1
+    for option in ("--verbose", "-v"):
+        _, whole, _ = call(capsys, "audit", run.path, option)
+        assert whole.startswith(brief) and "issued 0 = trained 0" in whole
+        assert [whole.count(f"  {promise} ") for promise in Promise] == [1] * len(Promise)
+
+
 def test_a_broken_promise_exits_1(run: RunDirectory, capsys: Capture) -> None:
     write_told(run, ParadigmName.MULTI_VERSION, (e.TimerFired(), [c.Delete(0)]))
     code, out, err = call(capsys, "audit", run.path)
     assert (code, err) == (1, "")
     assert "multi_version: broken (5 events, 1 refused" in out
     assert "leases" in out and "event 4 at 3 s: Delete of version 0" in out
+    assert call(capsys, "audit", run.path, "--verbose")[1] == out  # all of it without a request
 
 
 def test_mixed_trajectories_break_only_those_who_promise(

@@ -24,7 +24,7 @@ from dora_rl.benchmarks.contestants import roster
 from dora_rl.benchmarks.orchestrator import DEFAULT_EVENTS, DEFAULT_INSTANCES, GOAL, measure
 from dora_rl.benchmarks.world import GROUP_SIZE, SLOTS, World, settings_for
 from dora_rl.cli._quick import QUICK
-from dora_rl.core.invariants import check
+from dora_rl.core.audit.invariants import check
 from tests.benchmarks import stubs
 
 TINY = ["bench", "orchestrator", "--instances", "16,4", "--events", "500"]
@@ -192,7 +192,7 @@ def test_a_contestant_that_dies_is_named_and_the_code_is_1(
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines()[-1] == (
-        "error: vllm died of SIGILL when asked to `load`. Its last words: no such instruction"
+        "error: vllm died of SIGILL when asked to `load`. Its last output: no such instruction"
     )
     assert list(stand_ins.iterdir()) == []
 
@@ -232,7 +232,7 @@ def test_the_defaults_of_the_commands_are_those_of_the_plans() -> None:
     for name, module in (("engine", engine), ("migration", migration), ("versions", versions)):
         plan = module.Plan()
         for option in command.commands[name].params:
-            if option.name in ("as_json", "quick", "threads", "dtype"):
+            if option.name in ("as_json", "quick", "threads", "dtype", "log_level"):
                 continue
             wanted = getattr(plan, str(option.name))
             if isinstance(wanted, tuple):

@@ -16,8 +16,8 @@ from dora_rl import cli
 from dora_rl.benchmarks.contestants import roster
 from dora_rl.cli._benching import INCOMPLETE
 from tests.benchmarks import stubs
+from tests.patience import PATIENCE_S
 
-GUARD_S = 600.0  # against a hang alone: a busy machine may take as long as it likes
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 # The first sequence is answered at once; the second writes its pid and takes for ever.
 BLOCKING = """
@@ -31,7 +31,7 @@ class Stub:
         if len(prompts) == FROM_BATCH:
             with open(PID, "w") as file:
                 file.write(f"{os.getpid()} ")
-            time.sleep(GUARD_S)
+            time.sleep(PATIENCE_S)
         tokens = len(prompts) * new_tokens
         return {"seconds": float(new_tokens), "tokens": tokens, "logprobs": tokens}
 
@@ -72,7 +72,7 @@ def started(folder: Path, *args: str) -> Iterator["subprocess.Popen[str]"]:
 
 def blocked(bench: "subprocess.Popen[str]", pid: Path) -> int:
     """The process that takes for ever."""
-    deadline = time.monotonic() + GUARD_S
+    deadline = time.monotonic() + PATIENCE_S
     while not (pid.exists() and pid.read_text().endswith(" ")):
         assert bench.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
@@ -81,7 +81,7 @@ def blocked(bench: "subprocess.Popen[str]", pid: Path) -> int:
 
 def engine_bench(folder: Path, from_batch: int) -> tuple[str, ...]:
     pid = folder / "pid"
-    names = f"PID, FROM_BATCH, GUARD_S = {str(pid)!r}, {from_batch}, {GUARD_S}\n"
+    names = f"PID, FROM_BATCH, PATIENCE_S = {str(pid)!r}, {from_batch}, {PATIENCE_S}\n"
     (folder / "blocking").write_text(names + BLOCKING)
     return ("engine", "--model", "tiny", "--batches", "1,2", "--repeats", "1", "--json")
 
@@ -94,7 +94,7 @@ def test_what_is_measured_is_shown_and_no_child_or_file_is_left(
         child = blocked(bench, tmp_path / "pid")
         assert list((tmp_path / "temporary").iterdir()) != []
         bench.send_signal(number)
-        out, err = bench.communicate(timeout=GUARD_S)
+        out, err = bench.communicate(timeout=PATIENCE_S)
     assert (bench.returncode, err.splitlines()[-1]) == (130, "error: interrupted")
     report = json.loads(out)
     assert report["complete"] is False and list(report["batches"]) == ["1"]
@@ -107,7 +107,7 @@ def test_without_a_measurement_there_is_nothing_to_show(tmp_path: Path) -> None:
     with started(tmp_path, *engine_bench(tmp_path, from_batch=1)) as bench:
         child = blocked(bench, tmp_path / "pid")
         bench.send_signal(signal.SIGINT)
-        out, err = bench.communicate(timeout=GUARD_S)
+        out, err = bench.communicate(timeout=PATIENCE_S)
     assert (bench.returncode, out, err.splitlines()[-1]) == (130, "", "error: interrupted")
     assert list((tmp_path / "temporary").iterdir()) == []
     with pytest.raises(ProcessLookupError):
@@ -121,7 +121,7 @@ def test_a_table_that_is_incomplete_says_so(tmp_path: Path) -> None:
         # Written after some events: how much of them is done would else not be known.
         assert any("% done" in line for line in bench.stderr)
         bench.send_signal(signal.SIGINT)
-        out, err = bench.communicate(timeout=GUARD_S)
+        out, err = bench.communicate(timeout=PATIENCE_S)
     first, head, *rows, _ = out.splitlines()
     assert (bench.returncode, first) == (130, INCOMPLETE)
     assert "events/s" in head and [row.split()[0] for row in rows] == ["4", "8"]

@@ -19,25 +19,31 @@ from unittest.mock import Mock
 import pytest
 from click.testing import CliRunner
 
-from dora_rl import extras, linux
-from dora_rl.chaos import faults, storm
-from dora_rl.chaos.disk import Disk
-from dora_rl.chaos.faults import FAULTS, Target
-from dora_rl.chaos.life import Life
-from dora_rl.chaos.processes import below, parts, parts_below, workers
-from dora_rl.chaos.storm import Plan, Result
-from dora_rl.chaos.wounds import Wounds
+from dora_rl import extras
 from dora_rl.cli import cli, main
 from dora_rl.cli._training import quickstart_config
 from dora_rl.config import load_toml
 from dora_rl.core.audit import AuditReport
-from dora_rl.core.errors import UserError
-from dora_rl.linux import call_watch
+from dora_rl.core.protocol.errors import UserError
+from dora_rl.faultlab import faults, storm
+from dora_rl.faultlab.damage import DamagedFiles
+from dora_rl.faultlab.disk import Disk
+from dora_rl.faultlab.driver_process import DriverProcess
+from dora_rl.faultlab.faults import FAULTS, Target
+from dora_rl.faultlab.processes import (
+    descendants,
+    sandbox_processes,
+    workers_of_driver,
+    workers_of_run,
+)
+from dora_rl.faultlab.storm import StormResult, StormSettings
 from dora_rl.machine.fast_paths import PORTABLE, Trial, Unavailable
 from dora_rl.runtime.errors import RunFailed
-from tests.chaos.test_wounds import Aim, content, damaged_run
+from dora_rl.sandbox import linux
+from dora_rl.sandbox.linux import call_watch
+from tests.faultlab.test_damage import Aim, content, make_run
+from tests.patience import PATIENCE_S
 
-PATIENCE_S = 120.0  # then a test hangs
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="chaos needs /proc")
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 
@@ -50,21 +56,21 @@ def on_linux(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def sleeping(tmp_path: Path) -> "list[subprocess.Popen[bytes]]":
-    """A driver without an output, and a part that writes a log."""
+    """A driver without an output, and a worker that writes a log."""
     (tmp_path / "logs").mkdir()
     with open(tmp_path / "logs" / "rollout-0.log", "wb") as log:
-        part = subprocess.Popen(SLEEP, stdout=log)
+        worker = subprocess.Popen(SLEEP, stdout=log)
     driver = subprocess.Popen(SLEEP)
-    yield [driver, part]
-    for process in (driver, part):
+    yield [driver, worker]
+    for process in (driver, worker):
         process.kill()
         process.wait()
 
 
-def target(run: Path, driver: int, **life_has: Any) -> Target:
-    life = SimpleNamespace(pid=driver, **life_has)
-    wounds = Wounds(run, run.with_name("damaged"))
-    return Target(run, life, wounds, random.Random(0))  # type: ignore[arg-type]
+def target(run: Path, driver: int, **driver_has: Any) -> Target:
+    process = SimpleNamespace(pid=driver, **driver_has)
+    damaged = DamagedFiles(run, run.with_name("damaged"))
+    return Target(run, process, damaged, random.Random(0))  # type: ignore[arg-type]
 
 
 def test_a_missing_extra_is_named_before_anything_is_started(
@@ -79,13 +85,14 @@ def test_a_missing_extra_is_named_before_anything_is_started(
     assert not list(tmp_path.iterdir())
 
 
-def test_parts_are_found_by_what_they_write(
+def test_workers_are_found_by_what_they_write(
     sleeping: "list[subprocess.Popen[bytes]]", tmp_path: Path
 ) -> None:
-    assert parts(tmp_path) == {"rollout-0": sleeping[1].pid}
-    assert parts(tmp_path / "elsewhere") == {}
-    assert parts_below(os.getpid()) == {"rollout-0": sleeping[1].pid}
-    assert sleeping[0].pid in workers(os.getpid()) and sleeping[1].pid not in workers(os.getpid())
+    assert workers_of_run(tmp_path) == {"rollout-0": sleeping[1].pid}
+    assert workers_of_run(tmp_path / "elsewhere") == {}
+    assert workers_of_driver(os.getpid()) == {"rollout-0": sleeping[1].pid}
+    others = sandbox_processes(os.getpid())
+    assert sleeping[0].pid in others and sleeping[1].pid not in others
 
 
 def test_children_are_found_down_to_the_last(tmp_path: Path) -> None:
@@ -93,17 +100,17 @@ def test_children_are_found_down_to_the_last(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", nest], start_new_session=True)
     try:
         deadline = time.monotonic() + PATIENCE_S
-        while not below(process.pid):
+        while not descendants(process.pid):
             assert time.monotonic() < deadline
-        assert workers(process.pid) == below(process.pid)
+        assert sandbox_processes(process.pid) == descendants(process.pid)
     finally:
-        for pid in below(process.pid):
+        for pid in descendants(process.pid):
             faults.signal_to(pid, signal.SIGKILL)
         process.wait()
 
 
 @pytest.mark.parametrize("name", ["kill-rollout", "stop-rollout"])
-def test_a_fault_strikes_its_part(
+def test_a_fault_strikes_its_worker(
     name: str, sleeping: "list[subprocess.Popen[bytes]]", tmp_path: Path
 ) -> None:
     said = FAULTS[name][0](target(tmp_path, sleeping[0].pid))
@@ -130,21 +137,21 @@ def test_nothing_is_struck_where_there_is_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("there", [True, False])
 def test_a_fault_that_did_not_happen_is_none(there: bool, tmp_path: Path) -> None:
     """A disk that nobody asks us about, a driver that is gone, a run without files."""
-    disk, life = Mock(watching=there), {"ended": False, "kill": Mock()}
+    disk, process = Mock(watching=there), {"ended": False, "kill": Mock()}
     heard = Mock(return_value=there)
-    run = target(tmp_path / "run", 0, disk=disk, repeat_messages=heard, **life)
+    run = target(tmp_path / "run", 0, disk=disk, repeat_messages=heard, **process)
     if there:
-        damaged_run(tmp_path / "run")
+        make_run(tmp_path / "run")
     for name in ("slow-disk", "full-disk", "repeat-messages", "damage-file"):
         assert (FAULTS[name][0](run) is not None) == there
     assert disk.be_full.called == disk.be_slow.called == there
-    assert life["kill"].called == there, "killed in vain"
+    assert process["kill"].called == there, "killed in vain"
     assert heard.called
 
 
 def test_a_run_that_has_ended_is_not_damaged(tmp_path: Path) -> None:
-    """Its last words are yet to be heard."""
-    before = damaged_run(tmp_path / "run")
+    """Its error message has not been read yet."""
+    before = make_run(tmp_path / "run")
     run = target(tmp_path / "run", 0, ended=True, kill=Mock())
     assert FAULTS["damage-file"][0](run) is None
     assert content(tmp_path / "run", before) == before
@@ -161,7 +168,7 @@ def test_a_run_that_has_ended_is_not_damaged(tmp_path: Path) -> None:
 )
 def test_bad_storms_are_refused(bad: dict[str, object], named: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=named):
-        Plan(config={}, out=tmp_path / "run", **bad)  # type: ignore[arg-type]
+        StormSettings(config={}, out=tmp_path / "run", **bad)  # type: ignore[arg-type]
 
 
 def test_the_faults_are_listed() -> None:
@@ -173,7 +180,7 @@ def test_the_faults_are_listed() -> None:
 def test_a_run_that_does_not_end_well_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(storm, "brave", Mock(side_effect=RunFailed("it ended: see run.log")))
+    monkeypatch.setattr(storm, "run_storm", Mock(side_effect=RunFailed("it ended: see run.log")))
     assert main(["chaos", "--out", str(tmp_path / "run")]) == 1
     assert capsys.readouterr().err == "error: it ended: see run.log\n"
 
@@ -181,7 +188,7 @@ def test_a_run_that_does_not_end_well_is_an_error(
 # A child whose syncs and writes are answered for: does what it is told, and says how it went.
 SYNCER = """
 import os, socket, sys
-from dora_rl.chaos.disk import hand_over
+from dora_rl.faultlab.disk import hand_over
 hand_over(socket.socket(fileno=int(sys.argv[1])))
 fd = os.open(sys.argv[2], os.O_RDWR | os.O_CREAT)
 for order in sys.stdin:
@@ -235,7 +242,7 @@ def test_a_disk_is_healthy_full_and_slow(
     assert order(what) == "done"
     assert time.monotonic() - begin >= 0.3
     disk.be_full(600)
-    disk.be_well()
+    disk.be_healthy()
     assert order(what) == "done"
 
 
@@ -252,7 +259,7 @@ def test_an_old_kernel_has_no_disk_to_answer_for(
         call_watch.__wrapped__()
 
 
-# Lives
+# The driver process
 
 
 @pytest.mark.parametrize("code", [130, 0, 1])
@@ -267,65 +274,83 @@ def test_a_run_ends_as_after_an_interrupt(
     program.chmod(0o755)
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", str(program))
-        life = Life([], tmp_path / "log", seed=0)
+        process = DriverProcess([], tmp_path / "log", seed=0)
     try:
         deadline = time.monotonic() + PATIENCE_S
-        while life.complaint != "early\n":
+        while process.error_message != "early\n":
             assert time.monotonic() < deadline
-        assert not life.ended and life.repeat_messages(0.0)
-        if code == 130:
-            life.ask_to_end(PATIENCE_S)
-        else:
-            with pytest.raises(RunFailed, match=f"`{code}`.*{tmp_path / 'log'}"):
-                life.ask_to_end(PATIENCE_S)
-        assert life.ended and life.failed == (code == 1) and not life.refused_input
-        assert life.complaint == "late\n"
-        assert not life.repeat_messages(0.0) and not life.disk.watching
+        assert not process.ended and process.repeat_messages(0.0)
+        assert process.stop(PATIENCE_S) == code
+        assert process.ended and process.failed == (code == 1) and not process.refused_input
+        assert process.error_message == "late\n"
+        assert not process.repeat_messages(0.0) and not process.disk.watching
     finally:
-        life.kill(tmp_path)
+        process.kill(tmp_path)
+
+
+@pytest.mark.parametrize("codes", [[130], [1, 130], [1, 0, 1]])
+def test_the_last_incarnation_has_to_exit_well(
+    codes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that the storm had struck may end as it did; the next was not struck."""
+    process = Mock()
+    process.stop.side_effect = codes
+    looks: list[str] = []
+    monkeypatch.setattr(storm._Storm, "_start", lambda _: process)
+    monkeypatch.setattr(storm._Storm, "_await_step", lambda _: looks.append("step"))
+    monkeypatch.setattr(storm._Storm, "_poll", lambda _: looks.append("resumed"))
+    running = storm._Storm(StormSettings(config={}, out=tmp_path / "run"), lambda _: None)
+    if codes[-1] == 130:
+        running._stop()
+        assert looks == ["step", *["resumed", "step"] * (len(codes) - 1)]
+    else:
+        with pytest.raises(RunFailed, match=f"stopped 3 times.*`1`.*{tmp_path}"):
+            running._stop()
 
 
 def test_a_driver_says_what_it_refuses(tmp_path: Path) -> None:
-    (tmp_path / "log").write_text("error: of an earlier life\n")
-    life = Life(["train", "--resume", str(tmp_path / "none")], tmp_path / "log", seed=0)
-    assert not life.complaint
+    (tmp_path / "log").write_text("error: of an earlier incarnation\n")
+    process = DriverProcess(["train", "--resume", str(tmp_path / "none")], tmp_path / "log", seed=0)
+    assert not process.error_message
     try:
         deadline = time.monotonic() + PATIENCE_S
-        while not life.ended:
+        while not process.ended:
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        assert life.failed and life.refused_input
-        assert life.complaint.startswith(f"not a run: `{tmp_path / 'none'}`")
+        assert process.failed and process.refused_input
+        assert process.error_message.startswith(f"not a run: `{tmp_path / 'none'}`")
     finally:
-        life.kill(tmp_path)
+        process.kill(tmp_path)
 
 
 # Storms
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_only_who_was_born_after_it_names_a_wound(
+def test_only_a_driver_started_after_the_damage_names_it(
     begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever ended just before it was inflicted complains of something else."""
-    words = Mock(failed=True, refused_input=True, complaint="`config.toml` is damaged")
-    monkeypatch.setattr(storm, "Life", lambda *_: words)
+    """One that ended just before reports something else."""
+    words = Mock(failed=True, refused_input=True, error_message="`config.toml` is damaged")
+    monkeypatch.setattr(storm, "DriverProcess", lambda *_: words)
     run = tmp_path / "run"
-    braving = storm._Storm(Plan(config=load_toml(quickstart_config()), out=run), lambda _: None)
-    damaged_run(run)
-    assert braving._wounds.inflict(Aim("config.toml")) is not None
+    running = storm._Storm(
+        StormSettings(config=load_toml(quickstart_config()), out=run), lambda _: None
+    )
+    make_run(run)
+    assert running._damaged.damage_one(Aim("config.toml")) is not None
     if begun:
-        braving._live()
-    braving._examine()
-    assert braving._result.refused == begun
-    assert braving._failures == (not begun)
-    assert bool(braving._wounds.open) != begun
+        running._launch()
+    running._check_exit()
+    assert running._result.refused == begun
+    assert running._failures == (not begun)
+    assert bool(running._damaged.remaining) != begun
 
 
 def test_the_summary_says_how_often_it_was_resumed(tmp_path: Path) -> None:
     audit = Mock(AuditReport, summary=lambda: ["clean"])
-    result = Result(Mock(), resumed=7, refused=2, steps=9, audit=audit)
-    said = "9 steps; resumed 7 times; 2 times it refused a damaged file by its name"
+    result = StormResult(Mock(), resumed=7, refused=2, steps=9, audit=audit)
+    said = "9 steps; resumed 7 times; refused a damaged file by its name 2 times"
     assert said in result.summary()
 
 
@@ -339,7 +364,7 @@ def test_a_short_storm(tmp_path: Path) -> None:
     # With this seed they strike first, before a fault whose draws depend on what it finds.
     command += ["--seed", "53", "--faults", ",".join(SHORT)]
     command += ["--out", str(out), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["ok"] and report["steps"] > 0
@@ -352,19 +377,19 @@ def test_what_this_machine_cannot_have_is_left_out_and_said(
 ) -> None:
     monkeypatch.setattr(faults, "call_watch", lambda: Trial(False, "an old kernel"))
     assert set(FAULTS) - set(faults.available()) == {"slow-disk", "full-disk"}
-    asked: list[Plan] = []
+    asked: list[StormSettings] = []
 
-    def brave(plan: Plan, tell: object) -> Result:
-        asked.append(plan)
+    def run_storm(settings: StormSettings, tell: object) -> StormResult:
+        asked.append(settings)
         raise RunFailed("far enough")
 
-    monkeypatch.setattr(storm, "brave", brave)
+    monkeypatch.setattr(storm, "run_storm", run_storm)
     done = CliRunner().invoke(cli, ["chaos", "--out", str(tmp_path / "run")])
-    assert "left out, as this machine cannot have them: slow-disk, full-disk" in done.stderr
+    assert "left out, not supported on this machine: slow-disk, full-disk" in done.stderr
     assert asked[0].faults == tuple(faults.available())
 
 
 def test_without_proc_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PORTABLE, "1")
     with pytest.raises(UserError, match="needs Linux"):
-        Plan(config={}, out=tmp_path / "run", faults=("kill-driver",))
+        StormSettings(config={}, out=tmp_path / "run", faults=("kill-driver",))

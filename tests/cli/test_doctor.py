@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from dora_rl.machine.fast_paths import FAST_PATHS, PORTABLE
 
 
@@ -29,6 +31,7 @@ def test_where_nothing_is_fast(tmp_path: Path) -> None:
     assert "fast paths" in done.stderr  # progress
 
 
+@pytest.mark.slow
 def test_the_whole_of_it(tmp_path: Path) -> None:
     done = doctor(tmp_path)
     assert done.returncode == 0, done.stderr + done.stdout

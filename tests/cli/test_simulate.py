@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from dora_rl import cli
-from dora_rl.core.errors import DoraError
+from dora_rl.core.protocol.errors import DoraError
+from dora_rl.core.protocol.settings import ParadigmName
 from dora_rl.simulator import simulate as simulator
 from dora_rl.simulator.errors import WorldError
 from dora_rl.simulator.scenarios import load_scenario
@@ -21,8 +22,9 @@ PARADIGMS = ["sync", "one_step", "partial", "in_flight", "multi_version"]
 TINY = """
 [scenario]
 title = "tiny"
-steps = 3
 warmup_steps = 1
+[run]
+steps = 3
 [orchestration]
 groups_per_step = 8
 group_size = 4
@@ -30,6 +32,7 @@ group_size = 4
 devices = 8
 device = "H100"
 train_devices = 2
+[rollout]
 slots = 4
 [model]
 parameters = 1e9
@@ -101,7 +104,7 @@ def test_default_shows_what_the_others_give_up(default: dict[str, Any]) -> None:
     assert runs["sync"]["bubble_share"] > runs["multi_version"]["bubble_share"]
     assert runs["sync"]["max_staleness"] == 0
     assert runs["one_step"]["max_staleness"] == 1
-    assert runs["sync"]["speedup_over_sync"] == 1.0
+    assert runs["sync"]["speedup_over_sync"] == {"by_tokens_per_s": 1.0, "by_step_time": 1.0}
 
 
 # Output
@@ -118,6 +121,36 @@ def test_json_has_the_documented_form(tiny: Path, capsys: Capture) -> None:
         assert 0 <= run["bubble_share"] <= 1
         assert run["steps"] == 2
         assert run["issued"] >= run["trained"] == 3 * 8 * 4
+
+
+def test_json_has_the_seconds_of_each_phase_of_a_step(tiny: Path, capsys: Capture) -> None:
+    switch_s = 10.0  # each way
+    publish_s = load_scenario(tiny).setup(ParadigmName.SYNC).params.costs().publish_time(8)
+    for name, run in run_json(capsys, str(tiny))["paradigms"].items():
+        phases, step_s = run["phase_seconds"], 60 * run["step_minutes"]
+        shared = name in ("sync", "partial")
+        assert phases["switch"] == pytest.approx(2 * switch_s if shared else 0.0)
+        # The trainer's share of the step, which is measured apart, has the switch to it inside.
+        training_s = (1 - run["rollout_only_share"]) * step_s
+        assert phases["train"] + phases["switch"] / 2 == pytest.approx(training_s)
+        assert phases["publish"] == pytest.approx(publish_s, rel=0.5)
+        assert 0 < phases["install"] < step_s and 0 < phases["generate"] <= step_s * (1 + 1e-9)
+        if name == "sync":  # one after the other: nothing of a step is left
+            parts = phases["generate"] + phases["train"] + phases["switch"]
+            assert parts == pytest.approx(step_s, rel=0.1)
+
+
+def test_a_speedup_says_whether_it_is_of_tokens_or_of_steps(tiny: Path, capsys: Capture) -> None:
+    runs = run_json(capsys, str(tiny))["paradigms"]
+    sync = runs["sync"]
+    for run in runs.values():
+        assert run["speedup_over_sync"] == {
+            "by_tokens_per_s": run["tokens_per_s"] / sync["tokens_per_s"],
+            "by_step_time": sync["step_minutes"] / run["step_minutes"],
+        }
+    assert cli.main(["simulate", str(tiny)]) == 0
+    table = capsys.readouterr().out
+    assert "over sync, by tokens " in table and "over sync, by step " in table
 
 
 def test_the_same_seed_gives_the_same_json(tiny: Path, capsys: Capture) -> None:
@@ -164,7 +197,7 @@ def test_what_is_written_can_be_audited_and_replayed(
     tiny: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     out = tmp_path / "runs" / "first"
-    report = run_json(capsys, str(tiny), "--out", str(out), "--set", "cluster.slots=3")
+    report = run_json(capsys, str(tiny), "--out", str(out), "--set", "rollout.slots=3")
     assert sorted(p.name for p in out.iterdir()) == sorted(
         ["config.toml", "metrics.json", *PARADIGMS]
     )
@@ -172,7 +205,7 @@ def test_what_is_written_can_be_audited_and_replayed(
     for name in PARADIGMS:
         figures = json.loads((out / name / "metrics.json").read_text())
         assert figures["tokens_per_s"] == report["paradigms"][name]["tokens_per_s"]
-    assert load_scenario(out / "config.toml").cluster.slots == 3
+    assert load_scenario(out / "config.toml").rollout.slots == 3
     assert cli.main(["audit", str(out)]) == 0
     assert cli.main(["replay", str(out)]) == 0
     assert "identical" in capsys.readouterr().out
@@ -369,3 +402,14 @@ def test_a_trace_follows_a_link(tiny: Path, tmp_path: Path) -> None:
 def test_a_run_that_measured_nothing_says_so(tiny: Path, capsys: Capture) -> None:
     assert cli.main(["simulate", str(tiny), "--set", "cluster.prompts=1"]) == 1
     assert "nothing was measured" in capsys.readouterr().err
+
+
+def test_constants_of_other_devices_are_warned_of(tiny: Path, capsys: Capture) -> None:
+    tiny.write_text(TINY + "[efficiency]\nswitch_s = 45.0\n")
+    args = ["simulate", str(tiny), "--paradigms", "sync"]
+    assert cli.main(args) == 0
+    assert capsys.readouterr().err == ""
+    assert cli.main([*args, "--set", "cluster.device=A100"]) == 0
+    warning = capsys.readouterr().err
+    assert warning.startswith(f"warning: constants of `{tiny}` are used for another model")
+    assert "efficiency.switch_s" in warning and warning.count("\n") == 1

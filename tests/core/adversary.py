@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from dora_rl.core import commands as cm
-from dora_rl.core import events as ev
 from dora_rl.core.orchestrator import Orchestrator
-from dora_rl.core.settings import Settings
-from dora_rl.core.types import Length, Placement, Segment
+from dora_rl.core.protocol import commands as cm
+from dora_rl.core.protocol import events as ev
+from dora_rl.core.protocol.settings import Settings
+from dora_rl.core.protocol.types import Length, Placement, Segment
 
 
 def digest(version: int) -> str:
@@ -132,9 +132,10 @@ class Adversary:
             self.pool.append(
                 ev.TrajectoryFinished(trajectory, fence, len(tokens), _segments(tokens))
             )
-        elif what == "fail":
+        elif what in ("fail", "refuse"):
             del engine.running[trajectory]
-            self.pool.append(ev.TrajectoryFailed(trajectory, fence, "broken"))
+            event = ev.TrajectoryFailed if what == "fail" else ev.TrajectoryRefused
+            self.pool.append(event(trajectory, fence, "broken"))
 
     def report(self, name: int, kv_tokens: int = 0) -> None:
         engine = self.engines.get(name)
@@ -305,7 +306,7 @@ def stir(world: Adversary, rng: random.Random, steps: int, *, faults: bool) -> N
         if roll < 0.50:
             world.deliver(rng.randrange(1000), keep=faults and rng.random() < 0.05)
         elif roll < 0.85:
-            ways = ("token", "finish", "finish", "pause", "fail" if faults else "token")
+            ways = ("token", "finish", "finish", "pause", *(("fail", "refuse") if faults else ()))
             world.generate(rng.randrange(1000), rng.choice(ways))
         elif roll < 0.92:
             for name in sorted(world.engines):

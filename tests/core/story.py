@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from dora_rl.core import commands as c
-from dora_rl.core import events as e
 from dora_rl.core.audit import Audit, AuditReport, Promise
-from dora_rl.core.settings import Settings
-from dora_rl.core.types import BatchGroup, Move, Segment
+from dora_rl.core.protocol import commands as c
+from dora_rl.core.protocol import events as e
+from dora_rl.core.protocol.settings import Settings
+from dora_rl.core.protocol.types import BatchGroup, Move, Segment
 
 
 class Story:

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_rl.core import commands as cm
-from dora_rl.core import events as ev
-from dora_rl.core.admission import schedulable
-from dora_rl.core.invariants import check
-from dora_rl.core.settings import Settings
-from dora_rl.core.types import Segment
+from dora_rl.core.audit.invariants import check
+from dora_rl.core.policy.admission import schedulable
+from dora_rl.core.protocol import commands as cm
+from dora_rl.core.protocol import events as ev
+from dora_rl.core.protocol.settings import Settings
+from dora_rl.core.protocol.types import Segment
 from tests.core.adversary import Adversary, digest
 
 Counts = Mapping[int, int]
@@ -147,7 +147,7 @@ class Scripted(Adversary):
             self.send(found[0])
 
     def give_prompts(self, count: int) -> None:
-        self.send(ev.PromptsAvailable(self.core.state.ledger.prompts, count))
+        self.send(ev.PromptsAvailable(self.core.state.work.prompts, count))
         self.settle(ev.BatchTrained)
 
     def finish(self, version: int, count: int) -> None:

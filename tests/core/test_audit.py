@@ -2,11 +2,11 @@
 
 import pytest
 
-from dora_rl.core import commands as c
-from dora_rl.core import events as e
 from dora_rl.core.audit import Promise, Spread
-from dora_rl.core.settings import ParadigmName
-from dora_rl.core.types import BatchGroup, Segment
+from dora_rl.core.protocol import commands as c
+from dora_rl.core.protocol import events as e
+from dora_rl.core.protocol.settings import ParadigmName
+from dora_rl.core.protocol.types import BatchGroup, Segment
 from tests.core.story import opened
 
 # Clean

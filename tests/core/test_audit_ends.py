@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from dora_rl.core import commands as c
-from dora_rl.core import events as e
 from dora_rl.core.audit import Promise
-from dora_rl.core.settings import OnFailedMember
-from dora_rl.core.types import BatchGroup, Length
+from dora_rl.core.protocol import commands as c
+from dora_rl.core.protocol import events as e
+from dora_rl.core.protocol.settings import OnFailedMember
+from dora_rl.core.protocol.types import BatchGroup, Length
 from tests.core.story import Story, opened
 
 # Failures with a cause
@@ -134,6 +134,22 @@ def test_one_late_failure_of_a_score_is_one() -> None:
     story.finish(0, scored=False)
     story.now += 10.0
     story.see(e.TrajectoryFailed(0, 1, "judge crashed"), c.Score(0, 50))
+    fails(story, 0)
+    assert story.broken == {Promise.NOTHING_LOST}
+
+
+def test_a_refusal_is_a_cause_by_itself() -> None:
+    story = opened(max_retries=3)
+    fence = story.start(0)
+    story.see(e.TrajectoryRefused(0, fence, "too long"), c.Cancel(0, fence, 0))
+    fails(story, 0)
+    assert story.broken == set()
+
+
+def test_a_refusal_of_an_older_placement_is_none() -> None:
+    story = opened(max_retries=3)
+    fence = story.start(0)
+    story.see(e.TrajectoryRefused(0, fence + 100, "too long"))
     fails(story, 0)
     assert story.broken == {Promise.NOTHING_LOST}
 
@@ -290,7 +306,7 @@ def test_what_has_failed_is_not_judged() -> None:
     story = failed_once()
     story.ask(c.Judge(0, (0, 1)))
     example = story.example(Promise.NOTHING_LOST)
-    assert "trajectory 1 goes on, though it is over" in example
+    assert "trajectory 1 continues, though it is over" in example
 
 
 def test_what_has_failed_is_not_trained() -> None:
@@ -299,7 +315,7 @@ def test_what_has_failed_is_not_trained() -> None:
     story.see(e.GroupJudged(0))
     story.train(0, 0)
     example = story.example(Promise.NOTHING_LOST)
-    assert "trajectory 1 goes on, though it is over" in example
+    assert "trajectory 1 continues, though it is over" in example
     story.trained(0)
     assert (story.report.trained, story.report.failed, story.report.lost) == (1, 1, 0)
 

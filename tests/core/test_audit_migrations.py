@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from dora_rl.core import commands as c
-from dora_rl.core import events as e
 from dora_rl.core.audit import Promise
-from dora_rl.core.types import Move, Placement, Segment
+from dora_rl.core.protocol import commands as c
+from dora_rl.core.protocol import events as e
+from dora_rl.core.protocol.types import Move, Placement, Segment
 from tests.core.story import Story, migrating, opened, two_versions
 
 

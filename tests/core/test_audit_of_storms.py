@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from dora_rl.core import duties, hosting
+from dora_rl.core.actions import host, settle
+from dora_rl.core.actions.finish import end_group, fail
 from dora_rl.core.audit import Audit, AuditReport, Promise
-from dora_rl.core.commands import Command, Fail, Start
-from dora_rl.core.ends import end_group, fail
-from dora_rl.core.errors import IllegalTransition
 from dora_rl.core.handlers import trajectories
-from dora_rl.core.ledger import Ledger, Trajectory
-from dora_rl.core.settings import OnFailedMember, ParadigmName, Settings
-from dora_rl.core.state import State
-from dora_rl.core.types import GroupState
+from dora_rl.core.protocol.commands import Command, Fail, Start
+from dora_rl.core.protocol.errors import IllegalTransition
+from dora_rl.core.protocol.settings import OnFailedMember, ParadigmName, Settings
+from dora_rl.core.protocol.types import GroupState
+from dora_rl.core.state.run import State
+from dora_rl.core.state.work import Trajectory, Work
 from tests.core.adversary import Adversary, stir
 
 SEEDS = range(40)
@@ -67,14 +67,14 @@ def test_the_audit_counts_what_the_ledger_counts(paradigm: ParadigmName) -> None
     for seed in SEEDS:
         for world, report, started in storm(paradigm, seed):
             assert report.ok, "\n".join([f"seed {seed}", *report.summary()])
-            ledger = world.core.state.ledger
-            assert report.trained == ledger.trained
-            assert report.filtered_for == dict(ledger.filtered)
-            assert report.failed_for == dict(ledger.failed)
+            work = world.core.state.work
+            assert report.trained == work.trained
+            assert report.filtered_for == dict(work.filtered)
+            assert report.failed_for == dict(work.failed)
             assert report.lost == 0
             # Admission leaves no trace in the stream: what was never started is not seen.
-            assert len(started) <= ledger.issued
-            assert report.issued == len(started) * ledger.group_size
+            assert len(started) <= work.issued
+            assert report.issued == len(started) * work.group_size
             ended = report.trained + report.filtered + report.failed
             assert report.issued == ended + report.outstanding
             reasons.update(report.failed_for)
@@ -108,29 +108,29 @@ def fail_twice(patch: pytest.MonkeyPatch) -> None:
 
 def fail_what_is_late(patch: pytest.MonkeyPatch) -> None:
     """Age as the reason: the groups of the oldest version go as soon as a newer one is out."""
-    original = duties.train
+    original = settle.train
 
     def train(state: State) -> None:
-        for group in list(state.ledger.groups.values()):
+        for group in list(state.work.groups.values()):
             if group.state is GroupState.OPEN and group.version < state.versions.newest:
-                for member in state.ledger.surviving(group.id):
-                    hosting.cancel(state, state.ledger.trajectories[member])
+                for member in state.work.surviving(group.id):
+                    host.cancel(state, state.work.trajectories[member])
                 end_group(state, group, failed="too old")
         original(state)
 
-    patch.setattr(duties, "train", train)
+    patch.setattr(settle, "train", train)
 
 
 def fail_at_the_first_failure(patch: pytest.MonkeyPatch) -> None:
     def attempt_failed(state: State, trajectory: Trajectory, reason: str) -> None:
-        hosting.cancel(state, trajectory)
+        host.cancel(state, trajectory)
         fail(state, trajectory, reason)
 
     patch.setattr(trajectories, "attempt_failed", attempt_failed)
 
 
 def train_what_failed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Ledger, "surviving", lambda self, group: tuple(self.members(group)))
+    patch.setattr(Work, "surviving", lambda self, group: tuple(self.members(group)))
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from dora_rl.core import commands as c
-from dora_rl.core import events as e
 from dora_rl.core.audit import Promise
-from dora_rl.core.types import Placement, Segment
+from dora_rl.core.protocol import commands as c
+from dora_rl.core.protocol import events as e
+from dora_rl.core.protocol.types import Placement, Segment
 from tests.core.story import Story, migrating, opened, two_versions
 
 # Leases and installs
@@ -240,7 +240,7 @@ def test_a_group_judged_before_a_member_is_scored_is_caught() -> None:
         story.start(member)
         story.finish(member, scored=member == 0)
     story.ask(c.Judge(0, (0, 1)))
-    assert "trajectory 1 goes on without a score" in story.example(Promise.FENCING)
+    assert "trajectory 1 continues without a score" in story.example(Promise.FENCING)
 
 
 def test_a_group_trained_before_it_is_judged_is_caught() -> None:

@@ -2,9 +2,9 @@
 
 import json
 
-from dora_rl.core import commands as c
 from dora_rl.core.audit import LengthBias, Spread
 from dora_rl.core.audit.report import ks_statistic
+from dora_rl.core.protocol import commands as c
 from tests.core.story import opened
 
 # Reports

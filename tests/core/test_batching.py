@@ -8,8 +8,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from dora_rl.core.admission import schedulable
-from dora_rl.core.batching import overdue, take_earliest
+from dora_rl.core.policy.admission import schedulable
+from dora_rl.core.policy.batching import overdue, take_earliest
 from tests.core.test_admission import admitted, fits
 
 

@@ -10,9 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_rl.core import commands as c
-from dora_rl.core import events as e
-from dora_rl.core.codec import (
+from dora_rl.core.history.codec import (
     decode,
     decode_command,
     decode_event,
@@ -21,9 +19,11 @@ from dora_rl.core.codec import (
     encode_command,
     encode_event,
 )
-from dora_rl.core.errors import JournalError
-from dora_rl.core.settings import ParadigmName, Settings
-from dora_rl.core.types import BatchGroup, Segment
+from dora_rl.core.protocol import commands as c
+from dora_rl.core.protocol import events as e
+from dora_rl.core.protocol.errors import JournalError
+from dora_rl.core.protocol.settings import ParadigmName, Settings
+from dora_rl.core.protocol.types import BatchGroup, Segment
 
 
 class Colour(StrEnum):

@@ -9,10 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_rl.core import commands as c
-from dora_rl.core import events as e
-from dora_rl.core.errors import JournalError
-from dora_rl.core.journal import (
+from dora_rl.core.history.journal import (
     Closing,
     Header,
     JournalWriter,
@@ -20,8 +17,11 @@ from dora_rl.core.journal import (
     read_journal,
     verify_journal,
 )
-from dora_rl.core.settings import Settings
-from dora_rl.core.types import Segment
+from dora_rl.core.protocol import commands as c
+from dora_rl.core.protocol import events as e
+from dora_rl.core.protocol.errors import JournalError
+from dora_rl.core.protocol.settings import Settings
+from dora_rl.core.protocol.types import Segment
 
 SETTINGS = Settings(groups_per_step=1, group_size=1)
 FINISHED = e.TrajectoryFinished(0, 1, 5, (Segment(0, "d0", 5),))
@@ -141,7 +141,7 @@ def test_a_strange_record_is_refused() -> None:
     ("changes", "problem"),
     [
         ({"format": "a diary"}, "not a dora-rl journal"),
-        ({"version": 2}, "written in format 2, this dora-rl reads up to 1. Use the dora-rl"),
+        ({"version": 3}, "written in format 3, this dora-rl reads up to 2. Use the dora-rl"),
         ({"version": "1"}, "unknown format version"),
         ({"version": 0}, "unknown format version"),
         ({"meta": []}, "a header has format, meta, promises, settings, version"),

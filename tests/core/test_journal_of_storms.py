@@ -5,12 +5,12 @@ import random
 import pytest
 
 from dora_rl.core.audit import Audit, audit_journal
-from dora_rl.core.errors import RefusedEvent
-from dora_rl.core.events import BatchTrained
-from dora_rl.core.journal import JournalWriter
+from dora_rl.core.history.journal import JournalWriter
+from dora_rl.core.history.replay import replay
 from dora_rl.core.orchestrator import Orchestrator
-from dora_rl.core.replay import replay
-from dora_rl.core.settings import ParadigmName, Settings
+from dora_rl.core.protocol.errors import RefusedEvent
+from dora_rl.core.protocol.events import BatchTrained
+from dora_rl.core.protocol.settings import ParadigmName, Settings
 from tests.core.adversary import Adversary, stir
 
 
@@ -50,6 +50,6 @@ def test_a_storm_is_audited_live_and_offline_alike_and_replays(paradigm: Paradig
         assert audit_journal(lines) == report
         replayed = replay(lines)
         assert replayed.ok, "\n".join([f"seed {seed}", *replayed.summary()])
-        assert report.trained == world.core.state.ledger.trained
+        assert report.trained == world.core.state.work.trained
         trained += report.trained
     assert trained > 0

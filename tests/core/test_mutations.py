@@ -4,16 +4,16 @@ import random
 
 import pytest
 
-from dora_rl.core import duties, hosting, supply, transfers
+from dora_rl.core.actions import host, migrate, supply, train
 from dora_rl.core.audit import Audit
-from dora_rl.core.errors import InvariantViolation
+from dora_rl.core.audit.invariants import check
 from dora_rl.core.handlers import trajectories
-from dora_rl.core.invariants import check
-from dora_rl.core.ledger import Ledger
-from dora_rl.core.placement import Instance
-from dora_rl.core.settings import Settings
-from dora_rl.core.types import HostState
-from dora_rl.core.versions import VersionRecord
+from dora_rl.core.protocol.errors import InvariantViolation
+from dora_rl.core.protocol.settings import Settings
+from dora_rl.core.protocol.types import HostState
+from dora_rl.core.state.fleet import Instance
+from dora_rl.core.state.versions import VersionRecord
+from dora_rl.core.state.work import Work
 from tests.core.adversary import Adversary, stir
 
 SEEDS = range(60)
@@ -46,12 +46,12 @@ def breaches(seed: int) -> str:
 
 
 def overtake_a_deadline(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(duties, "overdue", lambda *_: None)
+    patch.setattr(train, "overdue", lambda *_: None)
 
 
 def admit_without_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(supply, "schedulable", lambda *_: 100)
-    patch.setattr(duties, "overdue", lambda *_: None)
+    patch.setattr(train, "overdue", lambda *_: None)
 
 
 def forget_a_lease(patch: pytest.MonkeyPatch) -> None:
@@ -60,17 +60,17 @@ def forget_a_lease(patch: pytest.MonkeyPatch) -> None:
 
 def accept_a_zombie(patch: pytest.MonkeyPatch) -> None:
     def placed(state, event, name, fence, *, on_its_way=False):
-        return state.ledger.trajectories.get(name)
+        return state.work.trajectories.get(name)
 
     patch.setattr(trajectories, "placed_trajectory", placed)
 
 
 def drop_a_group(patch: pytest.MonkeyPatch) -> None:
-    def forget(ledger: Ledger, group, reason: str) -> None:
-        ledger._move_group(group, "filtered")
-        ledger._close(group)
+    def forget(work: Work, group, reason: str) -> None:
+        work._move_group(group, "filtered")
+        work._close(group)
 
-    patch.setattr(Ledger, "filter", forget)
+    patch.setattr(Work, "filter", forget)
 
 
 def mix_versions_on_migration(patch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def serve_before_the_install_is_verified(patch: pytest.MonkeyPatch) -> None:
     def serves(self: Instance, version: int) -> bool:
         return version in self.hosts and self.outgoing != version and not self.leaving
 
-    original = hosting._install
+    original = host._install
 
     def install(state, instance, *rest, **options) -> None:
         original(state, instance, *rest, **options)
@@ -92,17 +92,17 @@ def serve_before_the_install_is_verified(patch: pytest.MonkeyPatch) -> None:
         state.unplaced.update(instance.hosts)
 
     patch.setattr(Instance, "serves", serves)
-    patch.setattr(hosting, "_install", install)
+    patch.setattr(host, "_install", install)
 
 
 def lose_what_a_dead_instance_carried(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(hosting, "requeue", lambda state, trajectory: None)
+    patch.setattr(host, "requeue", lambda state, trajectory: None)
 
 
 def move_without_a_new_fence(patch: pytest.MonkeyPatch) -> None:
-    original = transfers._arrive
+    original = migrate._arrive
     patch.setattr(
-        transfers,
+        migrate,
         "_arrive",
         lambda state, migration, trajectory, fence: original(
             state, migration, trajectory, trajectory.fence
@@ -111,20 +111,20 @@ def move_without_a_new_fence(patch: pytest.MonkeyPatch) -> None:
 
 
 def train_a_group_twice(patch: pytest.MonkeyPatch) -> None:
-    original = Ledger.batch_next
+    original = Work.batch_next
     last = {}
 
-    def batch_next(ledger: Ledger, version: int):
-        group = original(ledger, version)
+    def batch_next(work: Work, version: int):
+        group = original(work, version)
         again, last["group"] = last.get("group"), group
-        return again if again is not None and again.id in ledger.groups else group
+        return again if again is not None and again.id in work.groups else group
 
-    patch.setattr(Ledger, "batch_next", batch_next)
+    patch.setattr(Work, "batch_next", batch_next)
 
 
 def fail_for_age(patch: pytest.MonkeyPatch) -> None:
     """Dropping what is late instead of waiting for it, as others do."""
-    original = duties.overdue
+    original = train.overdue
 
     def drop_late(outstanding, taken, *rest):
         late = original(outstanding, taken, *rest)
@@ -132,7 +132,7 @@ def fail_for_age(patch: pytest.MonkeyPatch) -> None:
             outstanding[late] = taken.get(late, 0)
         return None
 
-    patch.setattr(duties, "overdue", drop_late)
+    patch.setattr(train, "overdue", drop_late)
 
 
 MUTATIONS = [

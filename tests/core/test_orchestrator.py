@@ -1,15 +1,18 @@
-"""The duties and the handlers, one situation each, through the public entry alone."""
+"""The actions and the handlers, one situation each, through the public entry alone."""
+
+from dataclasses import replace
 
 import pytest
 
-from dora_rl.core import commands as cm
-from dora_rl.core import events as ev
-from dora_rl.core.codec import dumps
-from dora_rl.core.errors import IllegalTransition, RefusedEvent
-from dora_rl.core.invariants import check
+from dora_rl.core.audit import Audit
+from dora_rl.core.audit.invariants import check
+from dora_rl.core.history.codec import dumps
 from dora_rl.core.orchestrator import Orchestrator
-from dora_rl.core.settings import Settings
-from dora_rl.core.types import (
+from dora_rl.core.protocol import commands as cm
+from dora_rl.core.protocol import events as ev
+from dora_rl.core.protocol.errors import IllegalTransition, RefusedEvent
+from dora_rl.core.protocol.settings import ParadigmName, Settings
+from dora_rl.core.protocol.types import (
     TRAJECTORY_MOVES,
     Length,
     Placement,
@@ -86,16 +89,65 @@ def age(world: Adversary, seconds: float, *, report: bool = True) -> None:
 
 def test_a_run_from_the_first_version_to_the_last_step() -> None:
     world = world_of(max_steps=3)
+    run_to_its_end(world)
+    assert world.halted == cm.Halt(True, "3 steps trained")
+    work = world.core.state.work
+    assert work.trained == 3 * 2 * 2
+    assert not work.groups, "nothing is left over that no step could have consumed"
+    assert [t.step for t in world.trained] == [0, 1, 2]
+    assert world.core.handle(1e9, ev.TimerFired()) == []
+
+
+def run_to_its_end(world: Adversary) -> None:
     while not world.halted:
         for name in list(world.engines):
             finish_by_engine(world, name)
         drain(world)
-    assert world.halted == cm.Halt(True, "3 steps trained")
-    ledger = world.core.state.ledger
-    assert ledger.trained == 3 * 2 * 2
-    assert not ledger.groups, "nothing is left over that no step could have consumed"
-    assert [t.step for t in world.trained] == [0, 1, 2]
-    assert world.core.handle(1e9, ev.TimerFired()) == []
+
+
+@pytest.mark.parametrize("paradigm", list(ParadigmName))
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_run_takes_more_steps_than_it_was_started_for(
+    paradigm: ParadigmName, ended: bool
+) -> None:
+    """Told at its end, or before; the audit, a replay and a snapshot know of it."""
+    world = world_of(max_steps=3, paradigm=paradigm)
+    if ended:
+        run_to_its_end(world)
+        world.halted = None
+    world.send(ev.StepLimitRaised(5))
+    assert Orchestrator.restore(world.core.snapshot()).settings.max_steps == 5
+    run_to_its_end(world)
+    assert world.halted == cm.Halt(True, "5 steps trained")
+    assert [t.step for t in world.trained] == list(range(5))
+    assert not world.core.state.work.groups
+    settings = replace(world.core.settings, max_steps=3)
+    audit, again = Audit(settings), Orchestrator(settings)
+    for now, event, answers in world.log:
+        audit.observe(now, event, answers)
+        assert again.handle(now, event) == answers
+    report = audit.report()
+    assert report.ok and report.steps == 5 and report.halted == "done: 5 steps trained"
+
+
+def test_the_limit_of_steps_is_raised_alone() -> None:
+    world = world_of(max_steps=3)
+    for limit in (3, 2, 0, -1):
+        with pytest.raises(RefusedEvent, match="not raised"):
+            world.send(ev.StepLimitRaised(limit))
+    with pytest.raises(RefusedEvent, match="not raised"):
+        world_of().send(ev.StepLimitRaised(7))  # it has none
+
+
+def test_a_run_that_failed_is_not_done_for_its_steps() -> None:
+    world = world_of(max_steps=3, max_wasted_batches=1)
+    while not world.halted:
+        for trajectory in running(world):
+            act(world, trajectory, "fail")
+        drain(world)
+    assert not world.halted.ok
+    with pytest.raises(RefusedEvent, match="not because all steps were taken"):
+        world.send(ev.StepLimitRaised(9))
 
 
 def test_finite_prompts_end_with_a_short_batch() -> None:
@@ -143,7 +195,7 @@ def test_versions_are_deleted_when_their_last_lease_goes() -> None:
             finish_by_engine(world, name)
         drain(world)
         for version in world.deleted:
-            assert all(g.version != version for g in world.core.state.ledger.groups.values())
+            assert all(g.version != version for g in world.core.state.work.groups.values())
     assert 0 not in world.deleted
     assert {1, 2} <= world.deleted
     world.send(ev.VersionUnpinned(0, "checkpoint"))
@@ -182,7 +234,7 @@ def test_after_its_retries_it_fails_and_the_rest_of_its_group_is_trained() -> No
     world = world_of(max_retries=1)
     fail_always(world, 0, 2)
     assert world.failed == {0: "broken"}
-    assert world.core.state.ledger.failed == {"broken": 1}
+    assert world.core.state.work.failed == {"broken": 1}
     for name in list(world.engines):
         finish_by_engine(world, name)
     drain(world)
@@ -195,15 +247,23 @@ def test_a_failed_member_can_fail_its_group() -> None:
     fail_always(world, 0, 1)
     assert world.failed == {0: "broken", 1: "sibling failed"}
     assert 1 not in running(world)
-    assert 0 not in world.core.state.ledger.groups
+    assert 0 not in world.core.state.work.groups
 
 
 def test_a_group_without_a_survivor_fails() -> None:
     world = world_of(max_retries=0)
     fail_always(world, 0, 1)
     fail_always(world, 1, 1)
-    assert 0 not in world.core.state.ledger.groups
-    assert world.core.state.ledger.failed.total() == 2
+    assert 0 not in world.core.state.work.groups
+    assert world.core.state.work.failed.total() == 2
+
+
+def test_a_trajectory_that_can_never_be_generated_is_not_tried_again() -> None:
+    world = world_of(max_retries=3)
+    act(world, 0, "refuse")
+    drain(world)
+    assert world.failed[0] == "broken"
+    assert len([s for s in commands(world, cm.Start) if s.trajectory == 0]) == 1
 
 
 def test_scoring_is_retried_without_generating_again() -> None:
@@ -257,12 +317,12 @@ def test_filtered_groups_are_counted_and_supplemented() -> None:
     finish(world, 0, 1)
     drain(world, without=(ev.GroupJudged,))
     world.pool.clear()
-    issued = world.core.state.ledger.issued
+    issued = world.core.state.work.issued
     world.send(ev.GroupJudged(0, "all rewards equal"))
-    assert world.core.state.ledger.filtered == {"all rewards equal": 2}
-    assert world.core.state.ledger.issued == issued + 1
+    assert world.core.state.work.filtered == {"all rewards equal": 2}
+    assert world.core.state.work.issued == issued + 1
     world.send(ev.GroupJudged(0, "all rewards equal"))  # again: absorbed
-    assert world.core.state.ledger.filtered.total() == 2
+    assert world.core.state.work.filtered.total() == 2
 
 
 def test_a_run_in_which_every_group_comes_to_nothing_halts() -> None:
@@ -275,7 +335,9 @@ def test_a_run_in_which_every_group_comes_to_nothing_halts() -> None:
         world.send(ev.GroupJudged(group, "all rewards equal"))
         drain(world, without=(ev.GroupJudged,))
     assert world.halted == cm.Halt(
-        False, "4 groups in a row came to nothing, most often: all rewards equal"
+        False,
+        "4 consecutive groups failed or were filtered (limit 2 batches); most frequent reason: "
+        "all rewards equal",
     )
 
 
@@ -300,7 +362,7 @@ def test_a_dead_instance_gives_its_work_to_others_on_the_same_version() -> None:
     world.crash(0)
     drain(world)
     assert world.core.state.counters["instances_lost"] == 1
-    waiting = {t: r.version for t, r in world.core.state.ledger.trajectories.items() if t in held}
+    waiting = {t: r.version for t, r in world.core.state.work.trajectories.items() if t in held}
     assert set(waiting) == set(held)
     assert set(waiting.values()) == {0}
 
@@ -310,7 +372,7 @@ def test_a_silent_instance_is_expelled_and_its_late_words_are_fenced() -> None:
     zombie = world.engines.pop(0)
     age(world, 40)
     assert any(c.instance == 0 for c in commands(world, cm.Expel))
-    before = world.core.state.ledger.trained
+    before = world.core.state.work.trained
     for trajectory, run in zombie.running.items():
         world.send(ev.TrajectoryFinished(trajectory, run.fence, 1, (Segment(0, digest(0), 1),)))
         check(world.core.state)
@@ -321,7 +383,7 @@ def test_a_silent_instance_is_expelled_and_its_late_words_are_fenced() -> None:
     assert 0 not in world.core.state.fleet.instances
     world.join(0)
     assert 0 in world.core.state.fleet.instances
-    assert world.core.state.ledger.trained == before
+    assert world.core.state.work.trained == before
 
 
 def test_poison_is_named_after_enough_dead_instances() -> None:
@@ -373,7 +435,7 @@ def test_tokens_of_wrong_weights_are_refused_with_their_instance() -> None:
     world.send(ev.TrajectoryFinished(0, run.fence, 2, (Segment(0, "other", 2),)))
     check(world.core.state)
     assert [c.instance for c in commands(world, cm.Expel)] == [name]
-    assert world.core.state.ledger.trajectories[0].state is not TrajectoryState.GENERATED
+    assert world.core.state.work.trajectories[0].state is not TrajectoryState.GENERATED
     assert world.core.state.counters["wrong_weights"] == 1
 
 
@@ -423,7 +485,7 @@ def test_a_failed_step_is_repeated_and_then_halts_the_run() -> None:
     assert len(commands(world, cm.Train)) == 2
     assert commands(world, cm.Train)[0] == commands(world, cm.Train)[1]
     world.send(ev.BatchFailed(0, "loss is nan"))
-    assert world.halted == cm.Halt(False, "train step 0 failed 2 times: loss is nan")
+    assert world.halted == cm.Halt(False, "train step 1 failed 2 times: loss is nan")
 
 
 def test_a_rejected_batch_fails_and_the_step_is_taken_with_another() -> None:
@@ -443,7 +505,7 @@ def test_a_rejected_batch_fails_and_the_step_is_taken_with_another() -> None:
     assert second.step == 0
     assert not set(groups) & {group.group for group in second.groups}
     world.send(ev.BatchRejected(0, tuple(g.group for g in second.groups), "loss is nan"))
-    assert world.halted == cm.Halt(False, "train step 0 rejected 2 batches in a row: loss is nan")
+    assert world.halted == cm.Halt(False, "train step 1 rejected 2 batches in a row: loss is nan")
 
 
 def test_a_trainer_that_does_not_answer_is_asked_again() -> None:
@@ -625,7 +687,7 @@ def test_switching_paradigms_carry_running_work_to_the_new_version(paradigm: str
         finish(world, other)
     drain(world)
     assert any(c.carry for c in commands(world, cm.Install))
-    assert world.core.state.ledger.trajectories[slow].version > 0
+    assert world.core.state.work.trajectories[slow].version > 0
     suspended = bool(commands(world, cm.Suspend))
     assert suspended == (paradigm == "partial")
     assert len(commands(world, cm.Resume)) == len(commands(world, cm.Suspend))
@@ -678,6 +740,7 @@ def test_multi_version_with_k_0_is_sync() -> None:
         (ev.TrajectoryFinished(0, 1, 5, (Segment(3, "x", 5),)), "never published"),
         (ev.TrajectoryFinished(10_000, 1, 0, (Segment(0, "x", 0),)), "never issued"),
         (ev.TrajectoryFailed(0, 10_000, "x"), "never given out"),
+        (ev.TrajectoryRefused(0, 10_000, "x"), "never given out"),
         (ev.TrajectoryScored(0, 1), "before the trajectory was whole"),
         (ev.GroupJudged(9_999), "never issued"),
         (ev.GroupJudged(0), "no judgement was asked for"),
@@ -755,7 +818,7 @@ def test_an_instance_cannot_park_nor_report_what_runs_elsewhere() -> None:
         parking = [i for i in state.fleet.instances.values() if i.parking]
         elsewhere = [
             t
-            for t in state.ledger.trajectories.values()
+            for t in state.work.trajectories.values()
             if parking and t.instance not in (None, parking[0].id)
         ]
         if elsewhere:
@@ -780,7 +843,7 @@ def test_a_report_counts_only_for_the_instance_that_runs_the_trajectory() -> Non
     other = next(n for n in world.engines if n != host)
     foreign = (Length(trajectory, fence, 999),)
     world.send(ev.InstanceProgressed(other, 0, 0, foreign, foreign))
-    record = world.core.state.ledger.trajectories[trajectory]
+    record = world.core.state.work.trajectories[trajectory]
     assert (record.tokens, record.saved) == (0, 0)
     own = (Length(trajectory, fence, 7),)
     world.send(ev.InstanceProgressed(host, 0, 0, own, own))
@@ -804,7 +867,7 @@ def test_work_waits_out_the_pressure_of_its_only_host() -> None:
     finish(world, busy[0], busy[1])
     drain(world)
     assert running(world) == busy[2:]
-    assert world.core.state.ledger.num_waiting > 0
+    assert world.core.state.work.num_waiting > 0
     world.report(0, 0)
     assert len(running(world)) > len(busy[2:])
 

@@ -7,9 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_rl.core.partitioning import Demand, Economy, Plan, Planner, Shift, even_out, partition
-from dora_rl.core.placement import Instance
-from dora_rl.core.types import HostState
+from dora_rl.core.policy.partitioning import (
+    Demand,
+    Economy,
+    Planner,
+    RebalancePlan,
+    Shift,
+    even_out,
+    partition,
+)
+from dora_rl.core.protocol.types import HostState
+from dora_rl.core.state.fleet import Instance
 
 works = st.dictionaries(st.integers(0, 8), st.integers(1, 60), min_size=1, max_size=6)
 
@@ -85,7 +93,7 @@ class Cluster:
                 work[version] = work.get(version, 0) + len(residents)
         return {v: n for v, n in work.items() if n}
 
-    def plan(self) -> Plan:
+    def plan(self) -> RebalancePlan:
         work = self.work()
         demands = [
             Demand(v, work.get(v, 0), self.waiting.get(v, 0), v in self.urgent)
@@ -99,7 +107,7 @@ class Cluster:
             lambda instance, version: instance.hosted_since[version] < NOW,
         ).make()
 
-    def carry_out(self, plan: Plan) -> None:
+    def carry_out(self, plan: RebalancePlan) -> None:
         """All moves and installs are done at once, and what waits takes the free slots."""
         by_id = {i.id: i for i in self.instances}
         for shift in plan.shifts:
@@ -164,7 +172,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
         Economy(draw(st.floats(0, 20)), draw(st.floats(0, 5)), draw(st.floats(1, 60)), 1.5),
     )
     # What waits has taken the free slots of its version, as placing leaves it.
-    cluster.carry_out(Plan())
+    cluster.carry_out(RebalancePlan())
     return cluster
 
 
@@ -227,7 +235,7 @@ def test_instances_in_the_same_situation_stay_as_they_are(
     number: int, load: int, version: int
 ) -> None:
     instances = [make_instance(n, version, range(100 * n, 100 * n + load)) for n in range(number)]
-    assert Cluster(instances, {}, version).plan() == Plan()
+    assert Cluster(instances, {}, version).plan() == RebalancePlan()
 
 
 def test_a_version_gives_no_more_than_its_surplus() -> None:
@@ -244,7 +252,7 @@ def test_a_version_gives_no_more_than_its_surplus() -> None:
     )
     cluster.carry_out(cluster.plan())
     assert len(hosts_of(cluster.instances, 1)) == len(hosts_of(cluster.instances, 2)) == 2
-    assert cluster.plan() == Plan()
+    assert cluster.plan() == RebalancePlan()
 
 
 def test_an_idle_instance_takes_what_is_wanted() -> None:
@@ -265,7 +273,7 @@ def test_a_full_house_gives_way_by_parking_when_the_turn_is_over() -> None:
     (change,) = cluster.plan().conversions
     assert (change.incoming, change.outgoing, change.park) == (1, 0, True)
     cluster.instances[0].hosted_since[0] = NOW
-    assert cluster.plan() == Plan()
+    assert cluster.plan() == RebalancePlan()
     assert replace(cluster, urgent=frozenset({1})).plan().conversions == [change]
 
 

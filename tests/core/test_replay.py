@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from dora_rl.core import commands as c
-from dora_rl.core import events as e
-from dora_rl.core.errors import JournalError, RefusedEvent
-from dora_rl.core.journal import JournalWriter
+from dora_rl.core.history.journal import JournalWriter
+from dora_rl.core.history.replay import Decider, replay
 from dora_rl.core.orchestrator import Orchestrator
-from dora_rl.core.replay import Decider, replay
-from dora_rl.core.settings import Settings
+from dora_rl.core.protocol import commands as c
+from dora_rl.core.protocol import events as e
+from dora_rl.core.protocol.errors import JournalError, RefusedEvent
+from dora_rl.core.protocol.settings import Settings
 
 SETTINGS = Settings(groups_per_step=1, group_size=1)
 

@@ -7,17 +7,18 @@ from hypothesis import HealthCheck, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from dora_rl.core import events as ev
 from dora_rl.core.audit import Audit
-from dora_rl.core.codec import dumps
-from dora_rl.core.errors import RefusedEvent
-from dora_rl.core.invariants import check
-from dora_rl.core.settings import OnFailedMember, ParadigmName, Settings
-from dora_rl.core.types import Length, Placement, Segment
+from dora_rl.core.audit.invariants import check
+from dora_rl.core.history.codec import dumps
+from dora_rl.core.protocol import events as ev
+from dora_rl.core.protocol.errors import RefusedEvent
+from dora_rl.core.protocol.settings import OnFailedMember, ParadigmName, Settings
+from dora_rl.core.protocol.types import Length, Placement, Segment
 from tests.core.adversary import Adversary, stir
 
 names = st.integers(0, 4)
 picks = st.integers(0, 10_000)
+WAYS = ["token", "finish", "finish", "pause", "fail", "refuse"]
 wild = st.integers(-2, 60)
 
 any_event = st.one_of(
@@ -46,6 +47,7 @@ any_event = st.one_of(
     st.builds(ev.TrajectoryPaused, wild, wild, wild),
     st.builds(ev.TrajectoryResumed, wild, wild, wild),
     st.builds(ev.TrajectoryFailed, wild, wild, st.just("wild")),
+    st.builds(ev.TrajectoryRefused, wild, wild, st.just("wild")),
     st.builds(ev.TrajectoryScored, wild, wild),
     st.builds(ev.GroupJudged, wild, st.sampled_from([None, "wild"])),
     st.builds(
@@ -64,6 +66,7 @@ any_event = st.one_of(
     st.builds(ev.PublicationFailed, wild, st.just("wild")),
     st.builds(ev.VersionPinned, wild, st.just("holder")),
     st.builds(ev.VersionUnpinned, wild, st.just("holder")),
+    st.builds(ev.StepLimitRaised, wild),
     st.just(ev.TimerFired()),
 )
 
@@ -121,7 +124,7 @@ class AnyOrder(RuleBasedStateMachine):
     def lose(self, index: int) -> None:
         self.world.drop(index)
 
-    @rule(pick=picks, what=st.sampled_from(["token", "finish", "finish", "pause", "fail"]))
+    @rule(pick=picks, what=st.sampled_from(WAYS))
     def generate(self, pick: int, what: str) -> None:
         self.world.generate(pick, what)
 

@@ -13,6 +13,8 @@ from pathlib import Path
 import click
 
 ROOT = Path(__file__).parents[2]
+# Examples that need a download, and run in `make test-smollm2` (tests/examples) instead.
+DOWNLOADS = ("examples/smollm2_reasoning_gym.toml",)
 LANGUAGES = ("sh", "python", "toml", "text")
 
 _FENCE = re.compile(r"( *)(`{3,}|~{3,}) *(\S*) *")
@@ -123,7 +125,8 @@ def _spans(file: str, prose: str) -> Iterator[Shown]:
 
 def pages(root: Path = ROOT) -> list[Page]:
     """Every page for users and contributors."""
-    files = [root / "README.md", root / "CONTRIBUTING.md", root / "benchmarks" / "README.md"]
+    names = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md"]
+    files = [root / name for name in names]
     files += sorted((root / "docs").rglob("*.md")) + sorted((root / "examples").rglob("*.md"))
     return [read_page(path.relative_to(root).as_posix(), path.read_text()) for path in files]
 
@@ -133,6 +136,16 @@ def headers(root: Path = ROOT) -> list[list[Shown]]:
     files = [*(root / "examples").rglob("*.toml"), *(root / "examples").rglob("*.py")]
     files += (root / "benchmarks").glob("*.py")
     return [_header(path, root) for path in sorted(files)]
+
+
+def examples(root: Path = ROOT) -> list[Page]:
+    """The commands at the top of each example as a page to run, from the root as they say."""
+    shown = [found for found in headers(root) if found and found[0].file.startswith("examples/")]
+    return [
+        Page(found[0].file, [Block("sh", c.file, c.line, (c.text,)) for c in found])
+        for found in shown
+        if found[0].file not in DOWNLOADS
+    ]
 
 
 def _header(path: Path, root: Path) -> list[Shown]:

@@ -1,8 +1,9 @@
 """Run what the documentation shows, as it is written: `python -m tests.docs.run [PAGE]…`.
 
 Each page in a fresh copy of the work tree, with uncommitted changes; its blocks in order. A `sh`
-block is one shell at the top of the copy; the Python blocks of a page are one program. Commands
-that CI runs by itself are left out. Exit code 0 if every one exits with 0.
+block is one shell at the top of the copy; the Python blocks of a page are one program. The
+commands at the top of an example are a page as well. Commands that CI runs by itself are left out.
+Exit code 0 if every one exits with 0.
 """
 
 import argparse
@@ -14,14 +15,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.docs.commands import RUN_BY_CI, python_of
-from tests.docs.pages import ROOT, Block, Page, Shown, pages
+from tests.docs.pages import ROOT, Block, Page, Shown, examples, pages
 
 LIMIT_S = 900.0  # of one command: a guard against what hangs, far above what any takes
 OUTPUT_SHOWN = 60  # last lines of what failed
+_RUNNING: set["subprocess.Popen[bytes]"] = set()
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,7 @@ def _execute(command: Sequence[str], copy: Path, limit_s: float) -> str:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        _RUNNING.add(process)
         try:
             code = process.wait(limit_s)
             reason = f"exit code {code}" if code else ""
@@ -122,6 +126,7 @@ def _execute(command: Sequence[str], copy: Path, limit_s: float) -> str:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+            _RUNNING.discard(process)
         output.seek(0)
         tail = output.read().splitlines()[-OUTPUT_SHOWN:]
     return "\n    | ".join([reason, *tail]) if reason else ""
@@ -130,23 +135,36 @@ def _execute(command: Sequence[str], copy: Path, limit_s: float) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m tests.docs.run")
     parser.add_argument("pages", nargs="*", metavar="PAGE", help="such as docs/training.md")
-    chosen = parser.parse_args(arguments).pages
-    found = [page for page in pages() if not chosen or page.file in chosen]
+    parser.add_argument("--jobs", type=int, default=1, help="pages that are run at once")
+    options = parser.parse_args(arguments)
+    chosen = options.pages
+    shown = [*pages(), *examples()]
+    found = [page for page in shown if not chosen or page.file in chosen]
     if not found:
         parser.error(f"no such page: {', '.join(chosen)}")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the children
-    outcomes = []
-    for page in found:
-        with tempfile.TemporaryDirectory(prefix="dora-rl-docs-") as scratch:
-            for outcome in run_page(page, copy_of(ROOT, Path(scratch))):
-                outcomes.append(outcome)
-                print(outcome, flush=True)
-                if outcome.failure:
-                    print(f"    {outcome.failure}", flush=True)
+    begin = time.monotonic()
+    with ThreadPoolExecutor(options.jobs) as pool:
+        try:
+            outcomes = [outcome for page in pool.map(run_shown, found) for outcome in page]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(_RUNNING):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
     failed = [outcome for outcome in outcomes if outcome.failure]
-    total = sum(outcome.seconds for outcome in outcomes)
-    print(f"{len(outcomes)} run in {total:.0f} s, {len(failed)} failed")
+    print(f"{len(outcomes)} run in {time.monotonic() - begin:.0f} s, {len(failed)} failed")
     return 1 if failed else 0
+
+
+def run_shown(page: Page) -> list[Outcome]:
+    """Run a page in a copy of its own, and print what came of it."""
+    outcomes = []
+    with tempfile.TemporaryDirectory(prefix="dora-rl-docs-") as scratch:
+        for outcome in run_page(page, copy_of(ROOT, Path(scratch))):
+            outcomes.append(outcome)
+            print(f"{outcome}\n    {outcome.failure}" if outcome.failure else outcome, flush=True)
+    return outcomes
 
 
 if __name__ == "__main__":

@@ -108,13 +108,13 @@ def test_the_table_of_what_ci_runs_is_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / ".ci").mkdir()
-    (tmp_path / ".ci" / "run").write_text("make test\nmake gone\n# make lint\n")
+    (tmp_path / ".ci" / "run").write_text("make test &\nmake gone\n# make lint\n")
     (tmp_path / "Makefile").write_text("test: x\n\t$(BIN)/pytest\n\nlint:\n\truff\n")
-    table = {"make test": "make test", "make lint": "make lint", "pytest": "make test"}
+    table = {"make test": "make test &", "make lint": "make lint", "pytest": "make test &"}
     monkeypatch.setattr(commands, "RUN_BY_CI", table)
     assert check_run_by_ci(tmp_path) == [".ci/run has no line `make lint`"]
-    monkeypatch.setattr(commands, "RUN_BY_CI", {"ruff": "make test", "make gone": "make gone"})
+    monkeypatch.setattr(commands, "RUN_BY_CI", {"ruff": "make test &", "make gone": "make gone"})
     assert check_run_by_ci(tmp_path) == [
-        "`make test` does not run `ruff`",
+        "`make test &` does not run `ruff`",
         "the Makefile has no target for `make gone`",
     ]

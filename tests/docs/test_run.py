@@ -1,14 +1,19 @@
 """Blocks are run as they are written, and what fails is shown."""
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.docs import run
-from tests.docs.pages import Page, read_page
+from tests.docs.pages import DOWNLOADS, ROOT, Page, examples, read_page
 from tests.docs.run import Outcome, copy_of, run_page
+from tests.patience import PATIENCE_S
+from tests.tasks.processes import eventually
 
 
 @pytest.fixture
@@ -88,7 +93,42 @@ def test_the_exit_code_tells(
 ) -> None:
     page: Page = read_page("a.md", f"```sh\n{command}\n```\n")
     monkeypatch.setattr(run, "pages", lambda: [page])
+    monkeypatch.setattr(run, "examples", lambda: [])
     monkeypatch.setattr(run, "copy_of", lambda root, target: target)
     assert run.main([]) == code
     said = capsys.readouterr().out
     assert f"a.md:2: {command}" in said and said.endswith(f", {code} failed\n")
+
+
+STOPPED = """
+from pathlib import Path
+from tests.docs import run
+from tests.docs.pages import read_page
+
+pages = [read_page(f"{n}.md", f"```sh\\ntouch {n}; exec sleep 600\\n```\\n") for n in range(3)]
+run.pages, run.examples = lambda: pages, lambda: []
+run.copy_of = lambda root, target: Path.cwd()
+run.main(["--jobs", "2"])
+"""
+
+
+def test_whoever_is_stopped_leaves_no_command_behind(tmp_path: Path) -> None:
+    process = psutil.Popen(
+        [sys.executable, "-c", STOPPED], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert eventually(lambda: len(list(tmp_path.iterdir())) == 2)
+    below = process.children(recursive=True)
+    assert below
+    process.terminate()
+    assert process.wait(PATIENCE_S) == 128 + signal.SIGTERM
+    assert eventually(lambda: not any(child.is_running() for child in below))
+    assert len(list(tmp_path.iterdir())) == 2, "the third was not begun"
+
+
+def test_the_commands_of_examples_are_run_too() -> None:
+    shown = [line for page in examples() for block in page.blocks for line in block.lines]
+    for name in ("custom_reward/custom_reward", "multi_turn/multi_turn", "quickstart"):
+        assert any(line.startswith(f"dora-rl train examples/{name}.toml") for line in shown)
+    assert not any("cd " in command and ".toml" in command for command in shown)
+    for file in DOWNLOADS:
+        assert (ROOT / file).is_file()

@@ -11,7 +11,7 @@ from dora_rl.doctor import examination
 from dora_rl.doctor.examination import examine
 from dora_rl.doctor.report import Finding, Report, Status
 from dora_rl.machine.fast_paths import FAST_PATHS, Trial
-from dora_rl.runtime import memory
+from dora_rl.runtime.control import memory
 
 
 def quiet(line: str) -> None:

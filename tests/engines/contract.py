@@ -13,8 +13,12 @@ To add an implementation, describe it by a `Harness` and inherit the tests:
             with MyHarness() as harness:
                 yield harness
 
-`StopStringContract` and `FailureContract` hold what needs more of a harness: a tokenizer, or a
-way to break a trajectory. The tests call methods of the contract alone, and few steps of each.
+Tests of an ability are skipped for engines without it, by `Engine.capabilities` (`driving.needs`);
+`most_versions` of the harness says for how many versions an engine can be made.
+
+`StopStringContract` and `FailureContract` hold what needs more of a harness: a tokenizer, or ways
+to break a trajectory and a load. The tests call methods of the contract alone, and few steps of
+each.
 """
 
 from dataclasses import replace
@@ -22,7 +26,10 @@ from dataclasses import replace
 import pytest
 
 from dora_rl.engines.base import FinishReason, Request
+from dora_rl.engines.errors import VersionRefused
 from tests.engines.driving import (
+    MID,
+    OLD,
     TOKENS,
     Harness,
     alone,
@@ -128,7 +135,7 @@ class StopStringContract:
 
 
 class FailureContract:
-    """For engines whose trajectories can be broken."""
+    """For engines whose trajectories and loads can be broken."""
 
     def test_a_failure_is_one_trajectorys_own(self, harness: Harness) -> None:
         requests = [ask(harness, i) for i in (1, 2, 3)]
@@ -142,3 +149,24 @@ class FailureContract:
         assert broken.finish is None
         assert drive.cancel(2) is False
         assert_as_alone(harness, drive, [requests[0], requests[2]])
+
+    @pytest.mark.parametrize("spare", [False, True])
+    def test_a_load_that_fails_is_refused(self, harness: Harness, spare: bool) -> None:
+        """The evicted version is gone, where one had to go; the engine serves on."""
+        drive = start(harness, version_slots=1 + spare)
+        old, new = ask(harness, 1), ask(harness, 2, MID)
+        if spare:
+            drive.submit(old)
+            drive.until(1, 2)
+        harness.fail_load(drive.engine)
+        with pytest.raises(VersionRefused, match=rf"\b{MID}\b"):
+            drive.engine.install(MID, harness.weights(1), evict=OLD)
+        if not spare:
+            del drive.digests[OLD]
+        drive.check()
+        with pytest.raises(VersionRefused, match=rf"\b{MID}\b"):
+            drive.engine.submit(new)
+        drive.install(MID, harness.weights(1), evict=OLD)
+        drive.submit(new)
+        drive.run()
+        assert_as_alone(harness, drive, [old, new] if spare else [new])

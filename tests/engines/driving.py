@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dora_rl.core.types import TrajectoryId, Version
+from dora_rl.core.protocol.types import TrajectoryId, Version
 from dora_rl.engines.base import (
     Engine,
     Failed,
@@ -43,7 +43,7 @@ class Harness:
     exact: bool = True  # the same trajectory gives the same bits; else within `tolerance`
     tolerance: float = 0.0  # of a log-probability whose KV was computed anew
     kv_unit: int = 1  # KV is given out in pieces of so many tokens
-    parks: bool = True  # starts more than the KV budget can finish at once
+    most_versions: int = 1000  # that an engine can be made for
 
     def __init__(self) -> None:
         self._made: list[Engine] = []
@@ -68,11 +68,13 @@ class Harness:
         self,
         *,
         slots: int = 4,
-        version_slots: int = 3,
+        version_slots: int | None = None,  # else 3, or as many as the engine can have
         deterministic: bool = True,
         **settings: int,  # kv_budget_tokens, prefill_chunk
     ) -> Engine:
-        settings |= {"slots": slots, "version_slots": version_slots}
+        settings |= {"slots": slots, "version_slots": version_slots or min(3, self.most_versions)}
+        if settings["version_slots"] > self.most_versions:
+            pytest.skip(f"the engine holds {self.most_versions} versions at once")
         engine = self._make(deterministic=deterministic, **settings)
         self._made.append(engine)
         return engine
@@ -93,6 +95,10 @@ class Harness:
         """Make the next step of this trajectory fail: for `FailureContract`."""
         raise NotImplementedError
 
+    def fail_load(self, engine: Engine) -> None:
+        """Make the next install fail while it loads, after it has evicted: `FailureContract`."""
+        raise NotImplementedError
+
 
 @dataclass
 class Record:
@@ -106,6 +112,7 @@ class Record:
     failure: str | None = None
     turn_start: int = 0
     said: list[tuple[int, ...]] = field(default_factory=list)  # by the environment
+    before: tuple[int, ...] = ()  # the prefix that it came with
 
     def observe(self, tokens: tuple[int, ...], request: Request) -> None:
         """What the environment said goes between what was sampled, with nothing to its name."""
@@ -149,19 +156,25 @@ class Drive:
         self.held: set[TrajectoryId] = set()  # wait for the environment
         self.parks = 0  # by the engine, in all
 
-    def install(self, version: Version, directory: Path) -> str:
-        self.digests[version] = self.engine.install(version, directory)
+    def install(self, version: Version, directory: Path, evict: Version | None = None) -> str:
+        full = version not in self.digests and len(self.digests) == self.engine.load().version_slots
+        digest = self.engine.install(version, directory, evict)
+        if full and evict is not None:
+            del self.digests[evict]
+        self.digests[version] = digest
         self.check()
-        return self.digests[version]
+        return digest
 
-    def retire(self, version: Version) -> None:
-        self.engine.retire(version)
+    def evict(self, version: Version) -> None:
+        self.engine.evict(version)
         self.digests.pop(version, None)
         self.check()
 
     def submit(self, *requests: Request) -> None:
         for request in requests:
             self.engine.submit(request)
+            if request.held:
+                self.held.add(request.trajectory)
             self._enter(request)
 
     def extend(self, trajectory: TrajectoryId, tokens: tuple[int, ...]) -> None:
@@ -178,15 +191,17 @@ class Drive:
         return was_here
 
     def park(self, trajectory: TrajectoryId) -> None:
-        self.engine.park(trajectory)
-        self._ask(trajectory)
+        """Stopped with its KV kept: what an export does here."""
+        self.export(trajectory)
 
     def resume(self, trajectory: TrajectoryId) -> None:
-        self.engine.resume(trajectory)
+        if self.engine.capabilities.kv_export:  # else nothing can have been stopped
+            self.engine.resume(trajectory)
         self.asked.discard(trajectory)
         self.check()
 
     def export(self, trajectory: TrajectoryId) -> bytes:
+        needs(self.engine, kv_export=True)
         data = self.engine.export_trajectory(trajectory)
         self._ask(trajectory)
         return data
@@ -198,16 +213,35 @@ class Drive:
         self._enter(request)
 
     def move(self, trajectory: TrajectoryId, target: "Drive") -> None:
+        """With its KV where both can, else by its tokens."""
+        if not (self.engine.capabilities.kv_export and target.engine.capabilities.kv_export):
+            self.move_by_tokens(trajectory, target)
+            return
         held = trajectory in self.held
         target.take(self.export(trajectory), self.live[trajectory], held=held)
         self.cancel(trajectory)
 
     def carry(self, source: Version, target: Version) -> None:
-        self.engine.carry(source, target)
-        for trajectory, request in self.live.items():
-            if request.version == source:
-                self.live[trajectory] = replace(request, version=target)
-        self.check()
+        """All of `source` continue under `target`: what they have is read anew."""
+        for request in [one for one in self.live.values() if one.version == source]:
+            self.move_by_tokens(request.trajectory, self, target)
+
+    def move_by_tokens(
+        self, trajectory: TrajectoryId, target: "Drive", version: Version | None = None
+    ) -> None:
+        """Without KV: what it has is read anew. With a version, it continues under that."""
+        request, held = self.live[trajectory], trajectory in self.held
+        record = self.records[trajectory]
+        begun = len(record.before) + record.turn_start if record.said else request.turn_start
+        self.cancel(trajectory)
+        request = replace(
+            request,
+            version=request.version if version is None else version,
+            prefix=record.before + tuple(record.tokens),
+            turn_start=begun,
+            held=held,
+        )
+        target.submit(request)
 
     def step(self, times: int = 1) -> list[Output]:
         """All that `times` steps report."""
@@ -266,7 +300,7 @@ class Drive:
 
     def _enter(self, request: Request) -> None:
         self.live[request.trajectory] = request
-        self.records.setdefault(request.trajectory, Record())
+        self.records.setdefault(request.trajectory, Record(before=request.prefix))
         self.check()
 
     def _forget(self, trajectory: TrajectoryId) -> None:
@@ -323,9 +357,20 @@ class Drive:
                 self._forget(output.trajectory)
 
 
+def needs(engine: Engine, *, version_slots: int = 1, **abilities: bool) -> None:
+    """Skip a test of what this engine cannot."""
+    able = engine.capabilities
+    if able.version_slots < version_slots:
+        pytest.skip(f"the engine holds {able.version_slots} of {version_slots} versions at once")
+    for ability, wanted in abilities.items():
+        if getattr(able, ability) != wanted:
+            pytest.skip(f"the engine's {ability} is {not wanted}")
+
+
 def start(harness: Harness, *versions: Version, **settings: int) -> Drive:
     """An engine with these versions (by default, the oldest)."""
     drive = Drive(harness.make(**settings))
+    needs(drive.engine, version_slots=len(versions))
     for version in versions or (OLD,):
         drive.install(version, harness.weights(WEIGHTS[version]))
     return drive
@@ -363,13 +408,15 @@ def mixed(harness: Harness, *versions: Version) -> list[Request]:
 
 def alone(harness: Harness, requests: Sequence[Request]) -> dict[TrajectoryId, Record]:
     """What each gives with nobody beside it: one slot, one trajectory at a time."""
+    needs(harness.make(), exact_noise=True)
     missing = [request for request in requests if request not in harness.quiet]
     if missing:
-        drive = start(harness, *dict.fromkeys(one.version for one in missing), slots=1)
-        for request in missing:
-            drive.records.clear()
-            drive.submit(request)
-            harness.quiet[request] = drive.run()[request.trajectory]
+        for version in dict.fromkeys(one.version for one in missing):
+            drive = start(harness, version, slots=1)
+            for request in [one for one in missing if one.version == version]:
+                drive.records.clear()
+                drive.submit(request)
+                harness.quiet[request] = drive.run()[request.trajectory]
     return {request.trajectory: harness.quiet[request] for request in requests}
 
 
@@ -396,7 +443,34 @@ def assert_same(harness: Harness, found: Record, quiet: Record, *, anew: bool = 
         )
 
 
+def assert_ended(harness: Harness, record: Record, request: Request) -> None:
+    """It ended as it says: not before, not later. What holds of it whatever was sampled."""
+    sampling = request.sampling
+    turn, response = record.tokens[record.turn_start :], len(record.before) + len(record.tokens)
+    ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else (harness.eos,))}
+    assert record.failure is None
+    assert len(record.tokens) == len(record.logprobs) == len(record.labels)
+    assert turn and ends.isdisjoint(turn[:-1])
+    assert response <= sampling.max_tokens
+    assert len(request.prompt) + response <= harness.context
+    match record.finish:
+        case FinishReason.STOP_TOKEN:
+            assert turn[-1] in ends
+        case FinishReason.STOP_STRING:
+            assert any(stop in harness.decode(turn) for stop in sampling.stop)
+        case FinishReason.MAX_TOKENS:
+            assert response == sampling.max_tokens
+        case FinishReason.CONTEXT:
+            assert len(request.prompt) + response == harness.context
+        case _:
+            raise AssertionError(f"trajectory {request.trajectory} has not ended")
+
+
 def assert_as_alone(harness: Harness, drive: Drive, requests: Sequence[Request]) -> None:
+    for request in requests:
+        assert_ended(harness, drive.records[request.trajectory], request)
+    if not drive.engine.capabilities.exact_noise:
+        return
     quiet = alone(harness, requests)
     for request in requests:
         assert_same(harness, drive.records[request.trajectory], quiet[request.trajectory])

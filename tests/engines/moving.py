@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from dora_rl.engines.base import FinishReason, Request, Resumed, Sampled
-from dora_rl.engines.errors import ImportRefused, RequestRefused, UnknownTrajectory, VersionRefused
+from dora_rl.engines.errors import ImportRefused, RequestRefused, UnknownTrajectory, Unsupported
 from tests.engines.driving import (
     MAX_STEPS,
     MID,
@@ -22,6 +22,7 @@ from tests.engines.driving import (
     assert_same,
     budget,
     mixed,
+    needs,
     start,
 )
 
@@ -78,15 +79,30 @@ class ParkingTests:
         drive.run()
         assert_as_alone(harness, drive, requests)
 
-    def test_what_is_not_here_cannot_be_parked_or_exported(self, harness: Harness) -> None:
+    def test_what_is_not_here_cannot_be_exported_or_resumed(self, harness: Harness) -> None:
         drive = start(harness)
+        needs(drive.engine, kv_export=True)
         drive.submit(ask(harness, 1))
         drive.run()
         for trajectory in (1, 2):
             with pytest.raises(UnknownTrajectory, match=rf"\b{trajectory}\b"):
-                drive.engine.park(trajectory)
+                drive.engine.resume(trajectory)
             with pytest.raises(UnknownTrajectory, match=rf"\b{trajectory}\b"):
                 drive.engine.export_trajectory(trajectory)
+
+    def test_what_an_engine_cannot_it_refuses_by_name(self, harness: Harness) -> None:
+        drive = start(harness)
+        needs(drive.engine, kv_export=False)
+        request = ask(harness, 1)
+        drive.submit(request)
+        drive.step(2)
+        for act in (drive.engine.export_trajectory, drive.engine.resume):
+            with pytest.raises(Unsupported, match="kv_export"):
+                act(1)
+        with pytest.raises(Unsupported, match="kv_export"):
+            drive.engine.import_trajectory(b"")
+        drive.run()
+        assert_as_alone(harness, drive, [request])
 
     def test_idle_means_that_nothing_can_run(self, harness: Harness) -> None:
         """`Drive` compares `idle` after every call; here, that both answers occur."""
@@ -149,11 +165,11 @@ class RoomTests:
         drive.submit(*requests)
         drive.run()
         assert not drive.no_room
-        assert bool(drive.parks) == harness.parks
+        assert bool(drive.parks) == drive.engine.capabilities.parking
         assert_as_alone(harness, drive, requests)
 
     def test_nothing_is_computed_twice_to_make_room(self, harness: Harness) -> None:
-        """Who comes back goes on in the same step: reading again would take several."""
+        """Who comes back continues in the same step: reading again would take several."""
         requests, tokens = self.crowd(harness)
         drive = start(harness, slots=4, kv_budget_tokens=tokens, prefill_chunk=2)
         drive.submit(*requests)
@@ -165,7 +181,7 @@ class RoomTests:
             resumed = {one.trajectory for one in outputs if isinstance(one, Resumed)}
             assert resumed & begun <= sampled
             came_back += len(resumed & begun)
-        assert bool(came_back) == harness.parks
+        assert bool(came_back) == drive.engine.capabilities.parking
 
     @pytest.mark.parametrize("act", ["cancel", "park", "move"])
     def test_one_that_found_no_room_obeys(self, harness: Harness, act: str) -> None:
@@ -177,7 +193,7 @@ class RoomTests:
             if drive.engine.idle or drive.no_room:
                 break
             drive.step()
-        assert bool(drive.no_room) == harness.parks
+        assert bool(drive.no_room) == drive.engine.capabilities.parking
         away = sorted(drive.no_room)
         for trajectory in away:
             if act == "move":
@@ -220,7 +236,7 @@ def damaged(data: bytes) -> list[bytes]:
 
 
 class MoveTests:
-    """A trajectory goes on elsewhere as if it had never moved, or stays where it was."""
+    """A trajectory continues elsewhere as if it had never moved, or stays where it was."""
 
     def test_a_move_at_any_step_does_not_matter(self, harness: Harness) -> None:
         requests = mixed(harness)
@@ -340,7 +356,10 @@ class MoveTests:
 
 
 class CarryTests:
-    """For the paradigms that mix versions: the switch is complete, and every token says so."""
+    """For the paradigms that mix versions: what was generated continues under another version.
+
+    Cancelled and submitted again with its tokens; the switch is complete, and every token says so.
+    """
 
     def test_what_is_carried_goes_on_under_the_target(self, harness: Harness) -> None:
         drive = start(harness, OLD, MID, NEW, slots=2)
@@ -351,8 +370,7 @@ class CarryTests:
         drive.park(2)
         cuts = {r.trajectory: len(drive.records[r.trajectory].tokens) for r in carried}
         drive.carry(OLD, MID)
-        drive.retire(OLD)
-        drive.resume(2)
+        drive.evict(OLD)
         drive.run()
         assert_as_alone(harness, drive, [bystander])
         for request in carried:
@@ -372,13 +390,3 @@ class CarryTests:
         record = target.run()[1]
         again = replace(ask(harness, 1, MID), prefix=tuple(record.tokens[:3]))
         assert_same(harness, record.after(3), alone(harness, [again])[1], anew=True)
-
-    def test_no_carrying_to_a_version_that_is_not_here(self, harness: Harness) -> None:
-        request = ask(harness, 1)
-        drive = start(harness)
-        drive.submit(request)
-        drive.until(1, 2)
-        with pytest.raises(VersionRefused, match=rf"\b{MID}\b"):
-            drive.engine.carry(OLD, MID)
-        drive.run()
-        assert_as_alone(harness, drive, [request])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dora_rl.core.types import TrajectoryId
+from dora_rl.core.protocol.types import TrajectoryId
 from dora_rl.engines.base import FinishReason, Request, Sampled
 from dora_rl.engines.errors import RequestRefused, VersionRefused
 from tests.engines.driving import (
@@ -25,6 +25,7 @@ from tests.engines.driving import (
     assert_same,
     budget,
     mixed,
+    needs,
     start,
 )
 
@@ -65,7 +66,7 @@ class VersionTests:
         with pytest.raises(VersionRefused, match=rf"\b{OLD}\b.*\b{NEW}\b"):
             drive.engine.install(MID, harness.weights(1))
         drive.check()
-        drive.retire(OLD)
+        drive.evict(OLD)
         drive.install(MID, harness.weights(1))
         drive.submit(ask(harness, 1, MID), ask(harness, 2, NEW))
         drive.run()
@@ -78,8 +79,61 @@ class VersionTests:
         drive.check()
         drive.install(MID, harness.weights(1))
 
+    def test_the_only_slot_changes_its_version(self, harness: Harness) -> None:
+        drive = start(harness, version_slots=1)
+        drive.submit(ask(harness, 1))
+        drive.run()
+        assert drive.install(MID, harness.weights(1), evict=OLD) == drive.digests[MID]
+        assert set(drive.engine.load().versions) == {MID}
+        with pytest.raises(VersionRefused, match=rf"\b{OLD}\b"):
+            drive.engine.submit(ask(harness, 2))
+        drive.submit(ask(harness, 3, MID))
+        drive.run()
+        assert_as_alone(harness, drive, [ask(harness, 1), ask(harness, 3, MID)])
+
+    def test_what_need_not_go_stays(self, harness: Harness) -> None:
+        drive = start(harness, version_slots=2)
+        request = ask(harness, 1)
+        drive.submit(request)
+        drive.until(1, 2)
+        drive.install(MID, harness.weights(1), evict=OLD)  # a slot is free
+        drive.install(MID, harness.weights(1), evict=OLD)  # it is here already
+        assert set(drive.engine.load().versions) == {OLD, MID}
+        drive.run()
+        assert_as_alone(harness, drive, [request])
+
+    @pytest.mark.parametrize("state", ["waiting", "running", "held"])
+    def test_an_install_does_not_evict_a_version_in_use(self, harness: Harness, state: str) -> None:
+        drive = start(harness, version_slots=1)
+        request = ask(harness, 1, hold=True)
+        drive.submit(request)
+        if state == "running":
+            drive.until(1, 1)
+        if state == "held":
+            drive.until_held(1)
+        with pytest.raises(VersionRefused, match=rf"\b{OLD}\b"):
+            drive.engine.install(MID, harness.weights(1), evict=OLD)
+        drive.check()
+        drive.run()
+        quiet = alone(harness, [replace(request, hold=False)])[1]
+        assert_same(harness, drive.records[1], quiet)
+
+    @pytest.mark.parametrize("wrong", ["nothing there", "another version", "nothing to evict"])
+    def test_an_install_that_is_refused_evicts_nothing(
+        self, harness: Harness, wrong: str, tmp_path: Path
+    ) -> None:
+        drive = start(harness, version_slots=1)
+        directory = tmp_path / "nowhere" if wrong == "nothing there" else harness.weights(1)
+        evict = {"another version": NEW, "nothing to evict": None}.get(wrong, OLD)
+        with pytest.raises(ValueError):
+            drive.engine.install(MID, directory, evict=evict)
+        drive.check()
+        drive.submit(ask(harness, 1))
+        drive.run()
+        assert_as_alone(harness, drive, [ask(harness, 1)])
+
     @pytest.mark.parametrize("state", ["waiting", "running", "parked"])
-    def test_a_version_in_use_is_not_retired(self, harness: Harness, state: str) -> None:
+    def test_a_version_in_use_is_not_evicted(self, harness: Harness, state: str) -> None:
         drive = start(harness, OLD, MID)
         requests = [ask(harness, 1), ask(harness, 2, MID)]
         drive.submit(*requests)
@@ -88,12 +142,12 @@ class VersionTests:
         if state == "parked":
             drive.park(1)
         with pytest.raises(VersionRefused, match=rf"\b{OLD}\b"):
-            drive.engine.retire(OLD)
+            drive.engine.evict(OLD)
         drive.check()
         drive.resume(1)
         drive.run()
         assert_as_alone(harness, drive, requests)
-        drive.retire(OLD)
+        drive.evict(OLD)
         with pytest.raises(VersionRefused, match=rf"\b{OLD}\b"):
             drive.engine.submit(ask(harness, 3))
 
@@ -102,13 +156,13 @@ class VersionTests:
         drive.submit(ask(harness, 1))
         drive.step()
         drive.cancel(1)
-        drive.retire(OLD)
+        drive.evict(OLD)
 
     def test_retiring_what_is_not_here_does_nothing(self, harness: Harness) -> None:
         drive = start(harness)
-        drive.retire(MID)
-        drive.retire(OLD)
-        drive.retire(OLD)
+        drive.evict(MID)
+        drive.evict(OLD)
+        drive.evict(OLD)
         assert drive.engine.load().versions == {}
 
     def test_a_version_that_is_not_installed_is_not_run(self, harness: Harness) -> None:
@@ -129,6 +183,7 @@ class VersionTests:
         assert len({label for record in drive.records.values() for label in record.labels}) == 3
 
     def test_three_versions_at_once_are_three_engines(self, harness: Harness) -> None:
+        needs(harness.make(), exact_noise=True)
         prompt = harness.prompt(0, PROMPT)
         requests = [
             replace(ask(harness, i, version), prompt=prompt)
@@ -259,6 +314,7 @@ class RequestTests:
         assert record.finish is FinishReason.STOP_TOKEN
 
     def test_the_end_of_text_is_the_last(self, harness: Harness) -> None:
+        needs(harness.make(), exact_noise=True)
         free = start(harness, slots=8)
         met: list[Request] = []
         for n in range(0, 512, 8):
@@ -310,6 +366,7 @@ class RequestTests:
             assert firsts == order
 
     def test_an_id_may_return_once_it_is_free(self, harness: Harness) -> None:
+        needs(harness.make(), exact_noise=True)
         request = ask(harness, 1)
         drive = start(harness)
         drive.submit(request)
@@ -368,6 +425,7 @@ class NoiseTests:
 
     def test_each_position_has_its_own_noise(self, harness: Harness) -> None:
         """The same text before the token, once as its first and once as its second."""
+        needs(harness.make(), exact_noise=True)
         first, second = start(harness, slots=8), start(harness, slots=8)
         for i in range(8):
             request = ask(harness, i, max_tokens=2)

@@ -1,4 +1,7 @@
-"""Of the contract of engines: whatever is asked in whatever order, nothing is lost or changed."""
+"""Of the contract of engines: whatever is asked in whatever order, nothing is lost or changed.
+
+Versions come and go meanwhile. Each trajectory stays on its own, but for those that are carried.
+"""
 
 import random
 from collections.abc import Sequence
@@ -6,21 +9,27 @@ from dataclasses import replace
 
 import pytest
 
-from dora_rl.core.types import TrajectoryId
+from dora_rl.core.protocol.types import TrajectoryId, Version
 from dora_rl.engines.base import Request
 from dora_rl.engines.errors import ImportRefused, RequestRefused, VersionRefused
 from tests.engines.driving import (
     MID,
     NEW,
     OLD,
+    WEIGHTS,
     Drive,
     Harness,
+    Record,
+    alone,
     ask,
+    assert_ended,
     assert_same,
     budget,
     read_whole,
     start,
 )
+
+SPARE = 9  # a version that nobody asks for; its weights are the fourth
 
 
 class Storm:
@@ -32,6 +41,7 @@ class Storm:
         self.requests: dict[TrajectoryId, Request] = {}
         self.cancelled: set[TrajectoryId] = set()
         self.read_again: set[TrajectoryId] = set()  # after a crash
+        self.carried: set[TrajectoryId] = set()  # from one version to another
         self.sides = [self.engine(0), self.engine(1)]
 
     def engine(self, side: int) -> Drive:
@@ -50,6 +60,9 @@ class Storm:
             self.undo_a_move: 1.0,
             self.cancel: 1.0,
             self.be_refused: 1.0,
+            self.evict: 1.0,
+            self.install: 1.0,
+            self.carry: 0.5,
             self.crash: 0.5,
         }
         for _ in range(calls):
@@ -70,6 +83,15 @@ class Storm:
         assert not any(drive.live for drive in self.sides)
         for trajectory, record in records.items():
             request = self.requests[trajectory]
+            if record.finish:
+                assert_ended(self.harness, record, request)
+            if not self.sides[0].engine.capabilities.exact_noise:
+                assert record.finish or trajectory in self.cancelled or request.hold
+                continue
+            if trajectory in self.carried:
+                assert record.finish or trajectory in self.cancelled or request.hold
+                self.judge_carried(record, request)
+                continue
             quiet = read_whole(self.harness, request, record.said)
             if trajectory in self.cancelled:
                 assert record.finish is None or request.hold
@@ -77,6 +99,21 @@ class Storm:
             else:
                 anew = trajectory in self.read_again
                 assert_same(self.harness, record, quiet, anew=anew)
+
+    def judge_carried(self, record: Record, request: Request) -> None:
+        """Every piece is what its version gives after all that was before it."""
+        start = 0
+        while start < len(record.tokens):
+            version, label = record.labels[start]
+            end = start + 1
+            while end < len(record.labels) and record.labels[end] == (version, label):
+                end += 1
+            if label != "observed":
+                before = tuple(record.tokens[:start])
+                piece = replace(request, version=version, hold=False, prefix=before)
+                quiet = alone(self.harness, [piece])[request.trajectory]
+                assert record.tokens[start:end] == quiet.tokens[: end - start]
+            start = end
 
     def pick(self, side: int) -> TrajectoryId | None:
         here = list(self.sides[side].live)
@@ -86,10 +123,12 @@ class Storm:
         rng, n = self.rng, len(self.requests)
         hold = rng.random() < 0.5
         stops = tuple(range(0, self.harness.vocab_size, 2)) if hold else ()
+        version = rng.choice((OLD, MID, NEW))
+        self.require(side, version)
         request = ask(
             self.harness,
             n,
-            rng.choice((OLD, MID, NEW)),
+            version,
             length=rng.randint(1, 12),
             seed=rng.getrandbits(64),
             temperature=rng.choice((0.0, 0.6, 1.0)),
@@ -128,8 +167,12 @@ class Storm:
         length = self.rng.randint(1, min(room, 5))
         return tuple(self.rng.randrange(self.harness.vocab_size) for _ in range(length))
 
+    @property
+    def can_export(self) -> bool:
+        return self.sides[0].engine.capabilities.kv_export
+
     def park(self, side: int) -> None:
-        if (trajectory := self.pick(side)) is not None:
+        if self.can_export and (trajectory := self.pick(side)) is not None:
             self.sides[side].park(trajectory)
 
     def resume(self, side: int) -> None:
@@ -143,10 +186,11 @@ class Storm:
 
     def move(self, side: int) -> None:
         if (trajectory := self.pick(side)) is not None:
+            self.require(1 - side, self.sides[side].live[trajectory].version)
             self.sides[side].move(trajectory, self.sides[1 - side])
 
     def undo_a_move(self, side: int) -> None:
-        if (trajectory := self.pick(side)) is not None:
+        if self.can_export and (trajectory := self.pick(side)) is not None:
             data = self.sides[side].export(trajectory)
             with pytest.raises(ImportRefused):
                 self.sides[1 - side].engine.import_trajectory(data[:-1])
@@ -156,17 +200,58 @@ class Storm:
         drive = self.sides[side]
         with pytest.raises(RequestRefused):
             drive.engine.submit(replace(ask(self.harness, 10**6), prompt=(-1,)))
-        with pytest.raises(VersionRefused):
-            drive.engine.install(NEW, self.harness.weights(0))
+        if drive.digests:
+            version = self.rng.choice(sorted(drive.digests))
+            other = self.harness.weights((WEIGHTS.get(version, 3) + 1) % 4)
+            with pytest.raises(VersionRefused):
+                drive.engine.install(version, other)
         if (trajectory := self.pick(side)) is not None:
             with pytest.raises(VersionRefused):
-                drive.engine.retire(drive.live[trajectory].version)
+                drive.engine.evict(drive.live[trajectory].version)
             with pytest.raises(RequestRefused):
                 drive.engine.submit(drive.live[trajectory])
             if trajectory not in drive.held:
                 with pytest.raises(RequestRefused):
                     drive.engine.extend(trajectory, (1,))
         drive.check()
+
+    def require(self, side: int, version: Version) -> None:
+        """Bring a version back that was evicted."""
+        drive = self.sides[side]
+        if version not in drive.digests:
+            evict = SPARE if SPARE in drive.digests else None
+            drive.install(version, self.harness.weights(WEIGHTS[version]), evict)
+
+    def unused(self, side: int) -> list[Version]:
+        drive = self.sides[side]
+        return sorted(drive.digests.keys() - {one.version for one in drive.live.values()})
+
+    def evict(self, side: int) -> None:
+        if free := self.unused(side):
+            self.sides[side].evict(self.rng.choice(free))
+
+    def install(self, side: int) -> None:
+        """In a free slot, or in the place of a version without work; else it is refused."""
+        drive, weights = self.sides[side], self.harness.weights(3)
+        if SPARE in drive.digests or len(drive.digests) < drive.engine.load().version_slots:
+            drive.install(SPARE, weights)
+        elif free := self.unused(side):
+            drive.install(SPARE, weights, self.rng.choice(free))
+        else:
+            with pytest.raises(VersionRefused):
+                drive.engine.install(SPARE, weights, self.rng.choice(sorted(drive.digests)))
+            drive.check()
+
+    def carry(self, side: int) -> None:
+        """All of one version here continue under another."""
+        drive = self.sides[side]
+        if (trajectory := self.pick(side)) is None:
+            return
+        source = drive.live[trajectory].version
+        target = self.rng.choice([v for v in (OLD, MID, NEW) if v != source])
+        self.require(side, target)
+        self.carried |= {t for t, one in drive.live.items() if one.version == source}
+        drive.carry(source, target)
 
     def crash(self, side: int) -> None:
         """All that it held is lost; what it had reported is known, and goes in again."""
@@ -182,7 +267,8 @@ class Storm:
                     continue  # its last turn was all there was room for
                 record.observe(tokens, request)
             so_far = tuple(record.tokens)
-            fresh.submit(replace(request, prefix=so_far, turn_start=record.turn_start))
+            begun = record.turn_start
+            fresh.submit(replace(request, prefix=so_far, turn_start=begun, held=False))
 
 
 def share_records(drives: Sequence[Drive]) -> None:

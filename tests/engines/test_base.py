@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_rl.core.errors import UserError
+from dora_rl.core.protocol.errors import UserError
 from dora_rl.engines import errors
 from dora_rl.engines.base import Load, Request, Sampling, VersionLoad
 from dora_rl.engines.errors import RequestRefused

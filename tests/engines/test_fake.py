@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from dora_rl.core.types import TrajectoryId
+from dora_rl.core.protocol.types import TrajectoryId
 from dora_rl.engines import wire
 from dora_rl.engines.base import Engine, Parked, Request, Resumed, Sampled, Sampling
 from dora_rl.engines.errors import ImportRefused, RequestRefused, UnknownTrajectory, VersionRefused
@@ -38,13 +38,16 @@ class FakeHarness(Harness):
     context = 64
     eos = 3
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, most_versions: int = 1000, **abilities: bool) -> None:
         super().__init__()
         self.root = root
+        self.most_versions = most_versions
+        self.abilities = abilities
 
     def _make(self, *, deterministic: bool, **settings: Any) -> Engine:
         return FakeEngine(
             **settings,
+            **self.abilities,
             vocab_size=self.vocab_size,
             context=self.context,
             eos=self.eos,
@@ -61,6 +64,10 @@ class FakeHarness(Harness):
         assert isinstance(engine, FakeEngine)
         engine.fail_next(trajectory)
 
+    def fail_load(self, engine: Engine) -> None:
+        assert isinstance(engine, FakeEngine)
+        engine.fail_next_load()
+
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[Harness]:
@@ -70,6 +77,34 @@ def harness(tmp_path: Path) -> Iterator[Harness]:
 
 class TestContract(EngineContract, StopStringContract, FailureContract):
     """The fake keeps every promise of an engine."""
+
+
+class TestOneVersion(EngineContract, StopStringContract, FailureContract):
+    @pytest.fixture
+    def harness(self, tmp_path: Path) -> Iterator[Harness]:
+        with FakeHarness(tmp_path, most_versions=1) as made:
+            yield made
+
+
+class TestWithoutKvExport(EngineContract, StopStringContract, FailureContract):
+    @pytest.fixture
+    def harness(self, tmp_path: Path) -> Iterator[Harness]:
+        with FakeHarness(tmp_path, kv_export=False) as made:
+            yield made
+
+
+class TestWithoutParking(EngineContract, StopStringContract, FailureContract):
+    @pytest.fixture
+    def harness(self, tmp_path: Path) -> Iterator[Harness]:
+        with FakeHarness(tmp_path, parking=False) as made:
+            yield made
+
+
+class TestWithoutExactNoise(EngineContract, StopStringContract, FailureContract):
+    @pytest.fixture
+    def harness(self, tmp_path: Path) -> Iterator[Harness]:
+        with FakeHarness(tmp_path, exact_noise=False) as made:
+            yield made
 
 
 @pytest.mark.parametrize("seed", range(100, 140))
@@ -254,7 +289,7 @@ def test_a_held_trajectory_with_a_strange_last_token_is_not_taken_over(harness: 
     source.submit(ask(harness, 1, max_tokens=3, hold=True))
     source.until_held(1)
     export = wire.decode(source.export(1))
-    for strange in (-1, harness.vocab_size):
+    for strange in (harness.vocab_size, 10**6):
         damaged = replace(export, generated=(*export.generated[:-1], strange))
         with pytest.raises(ImportRefused, match=f"outside the vocabulary: `{strange}`"):
             target.engine.import_trajectory(wire.encode(damaged))

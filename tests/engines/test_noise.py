@@ -102,7 +102,7 @@ def test_the_ends_are_never_reached(
 
 
 def test_the_same_for_ever() -> None:
-    """A run that is resumed by a later release must go on with the same noise."""
+    """A run that is resumed by a later release must continue with the same noise."""
     pinned = {
         (0, 0, 0): 0.15674255346555804,
         (0, 0, 1): 0.6269999134633439,

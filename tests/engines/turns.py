@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dora_rl.core.types import TrajectoryId, Version
+from dora_rl.core.protocol.types import TrajectoryId, Version
 from dora_rl.engines.base import FinishReason, Request
 from dora_rl.engines.errors import RequestRefused, UnknownTrajectory, VersionRefused
 from tests.engines.driving import (
@@ -23,6 +23,7 @@ from tests.engines.driving import (
     ask,
     assert_as_alone,
     assert_same,
+    needs,
     read_whole,
     start,
 )
@@ -156,13 +157,13 @@ class TurnTests:
         assert drive.engine.idle
         assert drive.step(2) == []
         with pytest.raises(VersionRefused, match=rf"\b{OLD}\b"):
-            drive.engine.retire(OLD)
+            drive.engine.evict(OLD)
         drive.submit(ask(harness, 2))  # has the slot
         drive.run()
         assert_as_alone(harness, drive, [ask(harness, 2)])
         drive.cancel(1)
         assert drive.engine.load().kv_used_tokens == 0
-        drive.retire(OLD)
+        drive.evict(OLD)
 
     def test_without_hold_the_end_is_the_end(self, harness: Harness) -> None:
         drive = start(harness)
@@ -247,6 +248,7 @@ class TurnTests:
     def test_the_context_counts_what_was_said(self, harness: Harness) -> None:
         drive = start(harness)
         context = harness.context
+        assert drive.engine.context == context
         request = brief(harness, 1, length=context - 6, max_tokens=context)
         drive.submit(request)
         drive.until_held(1)
@@ -398,6 +400,7 @@ class TurnMoveTests:
     def test_a_move_between_turns_takes_the_kv_along(self, harness: Harness) -> None:
         request = brief(harness, 1, length=20)
         source = start(harness)
+        needs(source.engine, kv_export=True)
         source.submit(request)
         source.until_held(1)
         for turn in range(3):
@@ -431,7 +434,7 @@ class TurnMoveTests:
         drive.submit(*requests)
         drive.until_held(1, 2)
         drive.carry(OLD, MID)
-        drive.retire(OLD)
+        drive.evict(OLD)
         assert drive.held == {1, 2}
         assert drive.engine.load().kv_used_tokens == 0
         other = start(harness, MID)

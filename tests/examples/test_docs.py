@@ -11,11 +11,11 @@ from pydantic_core import PydanticUndefined
 
 from dora_rl.algorithms import settings as algorithm
 from dora_rl.algorithms.presets import PRESETS
-from dora_rl.core.paradigms import PARADIGMS
-from dora_rl.core.settings import Settings
+from dora_rl.core.protocol.paradigms import PARADIGMS
+from dora_rl.core.protocol.settings import Settings
 from dora_rl.runtime.config import LogicalTime, RunConfig
-from dora_rl.runtime.evaluation import EvalRecord
-from dora_rl.runtime.recording import StepRecord
+from dora_rl.runtime.control.evaluator import EvalRecord
+from dora_rl.runtime.records.step_metrics import StepRecord
 from dora_rl.tasks.rewards import BUILT_IN, CONTEXT
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -87,7 +87,7 @@ def test_training_lists_the_paradigms_and_what_metrics_hold() -> None:
     table = {row[0].strip("`"): row for row in rows(section(text, "## Paradigms"))}
     assert set(table) == set(PARADIGMS)
     for name, paradigm in PARADIGMS.items():
-        assert table[name][1].startswith("in turns" if paradigm.colocated else "at once"), name
+        assert table[name][1].startswith("in turns" if paradigm.colocated else "concurrent"), name
         assert ("not bounded" in table[name][3]) != paradigm.bounded, name
     metrics = section(text, "## Reading metrics.jsonl")
     assert set(named(rows(metrics))) == set(StepRecord.__struct_fields__)

@@ -3,6 +3,8 @@
 import importlib
 import io
 import json
+import os
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -14,7 +16,7 @@ import torch
 
 from dora_rl import cli
 from dora_rl.cli._training import quickstart_config
-from dora_rl.runtime.train import read_config
+from dora_rl.runtime.prepare.plan import read_config
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CONFIGS = sorted(EXAMPLES.rglob("*.toml"))
@@ -59,9 +61,7 @@ def lines(path: Path) -> list[dict[str, object]]:
 def test_configurations_are_valid_and_say_how_to_run_them(config: Path) -> None:
     assert read_config(config).warnings() == []
     header = config.read_text().partition("[model]")[0]
-    assert f"dora-rl train {config.name}" in header or (
-        f"dora-rl train examples/{config.name}" in header
-    )
+    assert f"dora-rl train {config.relative_to(EXAMPLES.parent)}" in header
 
 
 def test_quickstart_is_the_packaged_one() -> None:
@@ -125,8 +125,58 @@ def test_multi_turn_runs(inside: Path, tmp_path: Path) -> None:
     assert [list(part) for part in parts] == [["environment"]] * 2  # type: ignore[call-overload]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["custom_reward", "multi_turn"])
+def test_an_example_runs_from_the_root_of_the_repository(config: str, tmp_path: Path) -> None:
+    """What its TOML file names lies beside it. A process, which has no test's search path."""
+    out = str(tmp_path / "run")
+    # As the console script: the working directory is on no search path.
+    code = "import sys; from dora_rl.cli import main; sys.exit(main())"
+    command = [sys.executable, "-P", "-c", code, "train", f"examples/{config}/{config}.toml"]
+    for override in (*SMALL, "rollout.max_tokens=16"):
+        command += ["--set", override]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [*command, "--steps", "1", "--out", out],
+        cwd=EXAMPLES.parent,
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert read_config(tmp_path / "run" / "config.toml").task.import_path == (f"examples/{config}",)
+
+
 @pytest.mark.smollm2
 @pytest.mark.parametrize("inside", ["."], indirect=True)
 def test_smollm2_trains_a_step(inside: Path, tmp_path: Path) -> None:
-    small = ("rollout.max_tokens=8", "rollout.slots=4", "task.eval_size=2")
+    small = ("rollout.max_tokens=8", "rollout.slots=4", "task.eval_size=2", "train.dtype=auto")
     assert train("smollm2_reasoning_gym.toml", tmp_path / "run", *small, steps=1)["ok"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inside", ["coding"], indirect=True)
+def test_the_coding_reward_runs_what_the_model_wrote(
+    inside: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a run, and on programs that are right, wrong, and clever."""
+    overrides = ("task.reward_timeout_s=120", "rollout.max_tokens=16")
+    result = train("coding.toml", tmp_path / "run", *overrides, steps=1)
+    assert result["ok"]
+    rewards = {line["reward_mean"] for line in lines(tmp_path / "run" / "metrics.jsonl")}
+    assert rewards <= {n / 8 for n in range(9)}
+
+    tests_pass = importlib.import_module("tests_pass")
+    row = lines(inside / "programs.jsonl")[0]
+    assert row["prompt"] == "33+02*02="
+    for response, share in {
+        "35:01,37:00=37": 1.0,
+        "35:01,37:00=38": 0.0,
+        "35:01,37:00": 0.0,
+        '=0"\nprint(37); raise SystemExit\n"': 0.5,  # right for one input alone
+        '"\nimport os; os._exit(0)\n"': 0.0,
+        '"\nwhile True: pass\n"': 0.0,
+        "```python\n=37```": 1.0,
+    }.items():
+        monkeypatch.setattr(tests_pass, "TIMEOUT_S", 2.0 if "while" in response else 120.0)
+        assert tests_pass.reward(response, row) == share, response

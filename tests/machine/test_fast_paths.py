@@ -152,10 +152,15 @@ ONLY_LINUX = {
     *("getrandom", "O_TMPFILE", "O_DIRECT", "setresuid", "process_vm_readv"),
 }
 # Where it is asked first whether this is Linux.
-ASKED_FIRST = {"linux.py", "machine/processor.py", "tasks/workers/cells.py"}
+ASKED_FIRST = {"sandbox/linux.py", "machine/processor.py", "sandbox/worker_process.py"}
 BEHIND_PROC = {
-    *("linux.py", "machine/processor.py", "tasks/workers/cells.py", "tasks/workers/isolation.py"),
-    *("runtime/memory.py", "chaos/processes.py", "benchmarks/contestants/process.py"),
+    *(
+        "sandbox/linux.py",
+        "machine/processor.py",
+        "sandbox/worker_process.py",
+        "sandbox/isolation.py",
+    ),
+    *("runtime/control/memory.py", "faultlab/processes.py", "benchmarks/contestants/process.py"),
 }
 
 

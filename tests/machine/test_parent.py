@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from dora_rl.machine.fast_paths import PORTABLE
+from tests.patience import PATIENCE_S
 
-PATIENCE_S = 120.0  # then a test hangs
 CHILD = """
 import os, sys
 from dora_rl.machine.parent import die_with_parent

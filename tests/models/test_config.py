@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from transformers import AutoConfig
 
-from dora_rl.core.errors import UserError
+from dora_rl.core.protocol.errors import UserError
 from dora_rl.models.config import ROPE_KINDS, ModelConfig, Rope, read_config
 from dora_rl.models.errors import ModelError
 from tests.models.random_models import FAMILIES, make_config, make_model, model_shapes

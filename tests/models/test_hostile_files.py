@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import models
 
-from dora_rl.core.errors import UserError
+from dora_rl.core.protocol.errors import UserError
 from dora_rl.models import packaged
 from dora_rl.models.config import read_config
 from dora_rl.models.errors import ModelError

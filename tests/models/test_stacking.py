@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dora_rl.models.decoder import Decoder, Part, build, forward, logits
+from dora_rl.models.decoder import Decoder, RowSpan, build, forward, logits
 from dora_rl.models.linear import Layout
 from dora_rl.models.stacking import stack
 from tests.models.random_models import make_model, random_model
@@ -35,8 +35,8 @@ def test_each_version_gets_its_own_rows(family: str, tmp_path: Any) -> None:
     tokens = torch.randint(decoders[0].config.vocab_size, (rows,), generator=generator)
     width = decoders[0].config.head_dim
     cos, sin = (torch.randn(rows, width, generator=generator) for _ in range(2))
-    apart = [Part(d, i * ROWS, (i + 1) * ROWS) for i, d in enumerate(decoders)]
-    together = [Part(stack(decoders), 0, rows)]
+    apart = [RowSpan(d, i * ROWS, (i + 1) * ROWS) for i, d in enumerate(decoders)]
+    together = [RowSpan(stack(decoders), 0, rows)]
     with torch.inference_mode():
         expected = logits(apart, forward(apart, tokens, cos, sin, values_alone))
         found = logits(together, forward(together, tokens, cos, sin, values_alone))

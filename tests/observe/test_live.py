@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from dora_rl.core import commands as c
-from dora_rl.core import events as e
-from dora_rl.core.commands import Command
-from dora_rl.core.events import Event
-from dora_rl.core.types import BatchGroup, Segment
+from dora_rl.core.protocol import commands as c
+from dora_rl.core.protocol import events as e
+from dora_rl.core.protocol.commands import Command
+from dora_rl.core.protocol.events import Event
+from dora_rl.core.protocol.types import BatchGroup, Segment
 from dora_rl.observe.live import ASCII, LiveDisplay, Status, duration, render, sparkline
 from dora_rl.observe.placements import Placements
 
@@ -127,7 +127,7 @@ def test_in_the_middle(status: Status, clock: Clock) -> None:
     start(status, {9: 3, 10: 9, 11: 33})
     for step in range(12):
         clock.now += 4
-        status.stepped(Step(step, reward_mean=0.2 + step / 50))
+        status.stepped(Step(step + 1, reward_mean=0.2 + step / 50))
     for group in range(20):
         tell(status, 2.0, e.GroupJudged(group))
     batch = tuple(BatchGroup(group, 11, (group,)) for group in range(16))
@@ -158,9 +158,9 @@ def test_the_pace_of_late_is_what_counts(status: Status, clock: Clock) -> None:
     clock.now += 1000  # loading
     tell(status, 0.0, e.WeightsPublished(0, "d"))
     clock.now += 30
-    status.stepped(Step(0))
+    status.stepped(Step(1))
     assert status.eta_s == pytest.approx(59 * 30)
-    for step in range(1, 31):
+    for step in range(2, 32):
         clock.now += 2
         status.stepped(Step(step))
     assert status.eta_s == pytest.approx(29 * 2)
@@ -168,14 +168,32 @@ def test_the_pace_of_late_is_what_counts(status: Status, clock: Clock) -> None:
 
 def test_a_resumed_run_begins_where_it_was(clock: Clock) -> None:
     status = make_status(clock, resumed=True)
-    tell(status, 0.0, e.WeightsPublished(0, "d"))  # read again from the journal
+    status.resuming(Placements(), ready=2)
+    status.resumed([Step(step, reward_mean=step / 100) for step in range(1, 41)], [(20, 0.6)])
+    shown = lines(status)
+    assert shown["step"].startswith("40/60 ") and "left" not in shown["step"]
+    assert shown["reward"].startswith("0.400") and "0.010 at first" in shown["reward"]
+    assert "0.600 of version 20" in shown["evaluation"]
+    assert shown["trainer"].startswith("loading the checkpoint")
     clock.now += 50  # the parts start
     assert "loaded" not in lines(status)["trainer"]
     tell(status, 300.0, e.InstanceJoined(0, 1, 32, 1000, 4))
-    clock.now += 3
-    status.stepped(Step(40))
+    clock.now += 1
+    status.stepped(Step(41))  # most of its batch was there
     assert lines(status)["step"].startswith("41/60 ")
-    assert status.eta_s == pytest.approx(19 * 3)
+    assert status.eta_s is None
+    clock.now += 3
+    status.stepped(Step(42))
+    assert status.eta_s == pytest.approx(18 * 3)
+
+
+def test_a_resume_shows_what_is_ready_and_nothing_that_ran(status: Status) -> None:
+    start(status, {0: 20})
+    tell(status, 2.0, e.GroupJudged(0))
+    status.resuming(Placements(), ready=3)
+    shown = lines(status)
+    assert shown["groups"].startswith("3 ready")
+    assert not status.placements.running
 
 
 def test_tokens_are_rated_over_the_last_seconds(status: Status) -> None:
@@ -306,7 +324,7 @@ def test_it_is_drawn_over_itself(status: Status) -> None:
     console = Console(file=file, force_terminal=True, width=80, height=24)
     with LiveDisplay(status, console) as display:
         for step in range(5):
-            status.stepped(Step(step))
+            status.stepped(Step(step + 1))
             display.refresh()
         status.stopping = True
     rows = shown(file, 80)

@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from dora_rl.core.audit import Audit, AuditReport
-from dora_rl.core.commands import Command, Delete, Train
-from dora_rl.core.events import (
+from dora_rl.core.protocol.commands import Command, Delete, Fail, Score, Train
+from dora_rl.core.protocol.events import (
     BatchFailed,
     BatchTrained,
     Event,
@@ -16,9 +17,9 @@ from dora_rl.core.events import (
     TrajectoryFinished,
     WeightsPublished,
 )
-from dora_rl.core.settings import Settings
-from dora_rl.core.types import BatchGroup
-from dora_rl.observe.metrics import Collector, Reading, Summary
+from dora_rl.core.protocol.settings import Settings
+from dora_rl.core.protocol.types import BatchGroup
+from dora_rl.observe.metrics import Collector, Phases, Reading, Summary, speedup_over
 
 SETTINGS = Settings(groups_per_step=2, group_size=2, max_staleness=3)
 
@@ -39,11 +40,21 @@ def batch(step: int, *groups: tuple[int, int]) -> Train:
 class Run:
     """Feeds a collector; readings are taken off a list, one for each publication."""
 
-    def __init__(self, warmup: int, readings: list[Reading]) -> None:
+    def __init__(
+        self, warmup: int, readings: list[Reading], phases: list[Phases] | None = None
+    ) -> None:
+        self.whole: set[int] = set()
         self.readings = iter(readings)
-        self.collector = Collector(2, warmup, lambda: next(self.readings))
+        self.phases = iter(phases or [])
+        self.collector = Collector(
+            2, warmup, lambda: next(self.readings), lambda: next(self.phases, None)
+        )
 
     def at(self, now: float, event: Event, *commands: Command) -> None:
+        """As the core does, it has a trajectory scored once."""
+        if isinstance(event, TrajectoryFinished) and event.trajectory not in self.whole:
+            self.whole.add(event.trajectory)
+            commands = (*commands, Score(event.trajectory, event.fence))
         self.collector.observe(now, event, commands)
 
     def summary(self, ok: bool = True) -> Summary:
@@ -153,6 +164,21 @@ def test_filtered_groups_are_forgotten() -> None:
     assert run.summary().tokens_per_s == 0.0
 
 
+def test_what_is_over_is_forgotten() -> None:
+    run = Run(0, [Reading()])
+    run.at(0.0, WeightsPublished(0, "v0"))
+    whole = list(finished(10, 20, 30, 40))
+    for event in whole:
+        run.at(0.0, event)
+    run.at(1.0, TimerFired(), Fail(2, "reward"), Fail(3, "sibling failed"))
+    assert run.collector._lengths == {0: 10, 1: 20}
+    run.at(1.0, TimerFired(), batch(0, (0, 0)))
+    run.at(2.0, BatchTrained(0))
+    for event in whole:  # copies that come late
+        run.at(3.0, event)
+    assert not run.collector._lengths
+
+
 @pytest.mark.parametrize("events", [[], [WeightsPublished(0, "v0")]])
 def test_a_run_without_a_whole_step_has_zeros(events: list[Event]) -> None:
     run = Run(0, [Reading()])
@@ -180,3 +206,36 @@ def test_the_verdict_names_what_is_broken() -> None:
     summary = Collector(2, 0, Reading).summary(audit.report(), ok=True, end="done", wall_s=0.0)
     assert not summary.ok and not summary.audit_ok
     assert summary.audit.startswith("broken: ")
+
+
+def test_phases_are_seconds_of_a_step_in_the_window() -> None:
+    run = Run(
+        1,
+        [Reading()] * 4,
+        [
+            Phases(0, 0, 0, 0, 0),
+            Phases(9, 5, 2, 1, 4),
+            Phases(19, 9, 3, 2, 8),
+            Phases(29, 15, 4, 4, 12),
+        ],
+    )
+    for version in range(4):
+        run.at(10.0 * version, WeightsPublished(version, f"v{version}"))
+    summary = run.summary()
+    each = {"generate": 10.0, "train": 5.0, "publish": 1.0, "install": 1.5, "switch": 4.0}
+    assert summary.phase_seconds == summary.to_json()["phase_seconds"] == each
+
+
+def test_phases_that_nobody_measured_are_not_zero_but_absent() -> None:
+    summary = three_steps().summary()
+    assert summary.phase_seconds is None and "phase_seconds" not in summary.to_json()
+
+
+def test_a_speedup_says_by_which_measure() -> None:
+    base = three_steps().summary()
+    more_tokens = replace(
+        base, tokens_per_s=3 * base.tokens_per_s, step_minutes=base.step_minutes / 2
+    )
+    assert speedup_over(more_tokens, base) == {"by_tokens_per_s": 3.0, "by_step_time": 2.0}
+    nothing = {"by_tokens_per_s": None, "by_step_time": None}
+    assert speedup_over(base, None) == speedup_over(base, replace(base, tokens_per_s=0)) == nothing

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from dora_rl.core import commands as c
-from dora_rl.core import events as e
-from dora_rl.core.commands import Command
-from dora_rl.core.events import Event
-from dora_rl.core.settings import OnFailedMember, ParadigmName, Settings
-from dora_rl.core.state import State
-from dora_rl.core.types import Move, Placement
+from dora_rl.core.protocol import commands as c
+from dora_rl.core.protocol import events as e
+from dora_rl.core.protocol.commands import Command
+from dora_rl.core.protocol.events import Event
+from dora_rl.core.protocol.settings import OnFailedMember, ParadigmName, Settings
+from dora_rl.core.protocol.types import Move, Placement
+from dora_rl.core.state.run import State
 from dora_rl.observe.placements import Placements
 from tests.core.adversary import Adversary, stir
 
@@ -25,7 +25,7 @@ def truth(state: State) -> Counter[tuple[int, int]]:
     for name, instance in state.fleet.instances.items():
         for version, residents in instance.residents.items():
             for trajectory in residents:
-                running[name, version] += not state.ledger.trajectories[trajectory].paused
+                running[name, version] += not state.work.trajectories[trajectory].paused
     return +running
 
 

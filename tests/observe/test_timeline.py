@@ -6,11 +6,11 @@ from collections import defaultdict
 from itertools import pairwise
 from typing import Any
 
-from dora_rl.core import commands as c
-from dora_rl.core import events as e
-from dora_rl.core.commands import Command
-from dora_rl.core.events import Event
-from dora_rl.core.types import BatchGroup, Move, Placement, Segment
+from dora_rl.core.protocol import commands as c
+from dora_rl.core.protocol import events as e
+from dora_rl.core.protocol.commands import Command
+from dora_rl.core.protocol.events import Event
+from dora_rl.core.protocol.types import BatchGroup, Move, Placement, Segment
 from dora_rl.observe.placements import Placements
 from dora_rl.observe.timeline import Timeline
 from dora_rl.observe.trace import TraceFile

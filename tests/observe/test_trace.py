@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from dora_rl.core.commands import Install, Resume, Suspend, Train
-from dora_rl.core.events import GroupJudged, TimerFired, VersionInstalled
-from dora_rl.core.types import BatchGroup
+from dora_rl.core.protocol.commands import Install, Resume, Suspend, Train
+from dora_rl.core.protocol.events import GroupJudged, TimerFired, VersionInstalled
+from dora_rl.core.protocol.types import BatchGroup
 from dora_rl.observe.trace import Trace, TraceFile
 
 Spans = dict[str, list[tuple[float, float, str]]]

@@ -5,21 +5,24 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from dora_rl.core.audit import audit_journal
-from dora_rl.core.commands import Command, Train
-from dora_rl.core.events import BatchTrained, Event
-from dora_rl.core.journal import Record, read_journal
-from dora_rl.core.replay import replay
-from dora_rl.runtime.listening import Listener
-from dora_rl.runtime.messages import Trained
-from dora_rl.runtime.train import Run, execute, prepare, read_config, resume
-from dora_rl.samples import Sample
-from dora_rl.store.rundir import JOURNAL, JournalFile
+from dora_rl.core.history.journal import Record, read_journal
+from dora_rl.core.history.replay import replay
+from dora_rl.core.protocol.commands import Command, Score, Train
+from dora_rl.core.protocol.events import BatchTrained, Event
+from dora_rl.runtime.control.listeners import Listener
+from dora_rl.runtime.control.messages import Trained
+from dora_rl.runtime.execution import Run, execute
+from dora_rl.runtime.prepare.plan import plan_resume, prepare, read_config
+from dora_rl.samples import Sample, SampleRef, unpack
+from dora_rl.store.rundir import JOURNAL, TRAJECTORIES, JournalFile
+from dora_rl.transports.samples.shared_directory import SampleReader
 
 REWARDS = "tests.runtime.rewards"
 ANIMALS = ("fox", "dog", "cat", "hen", "owl", "bee")
@@ -59,13 +62,16 @@ def run(
 
 
 class Seen(Listener):
-    """Keeps all samples that were trained on, by step."""
+    """Keeps all samples that a run was trained on, by step, as its trainer reads them."""
 
-    def __init__(self) -> None:
+    def __init__(self, out: Path) -> None:
         self.batches: list[Sequence[Sample]] = []
+        self._source = SampleReader(out / TRAJECTORIES)
 
-    def trained(self, now: float, report: Trained, samples: Sequence[Sample]) -> None:
-        self.batches.append(samples)
+    def trained(self, now: float, report: Trained, samples: Sequence[SampleRef]) -> None:
+        records = [self._source.get(sample.trajectory.content) for sample in samples]
+        read = zip(samples, records, strict=True)
+        self.batches.append([sample.resolve(unpack(record)) for sample, record in read])
 
     @property
     def samples(self) -> list[Sample]:
@@ -100,6 +106,12 @@ def trained(directory: Path) -> list[tuple[int, int, int]]:
     return found
 
 
+def accepted(directory: Path) -> set[int]:
+    """The trajectories that are whole, as far as the run is committed."""
+    commands = (command for record in records(directory) for command in record.commands)
+    return {command.trajectory for command in commands if isinstance(command, Score)}
+
+
 def weights(checkpoint: Path) -> bytes:
     return (checkpoint / "model.safetensors").read_bytes()
 
@@ -122,11 +134,12 @@ def assert_sound(ended: Run) -> None:
 
 def children() -> list[psutil.Process]:
     """All processes below this one that still live."""
-    return [
-        child
-        for child in psutil.Process().children(recursive=True)
-        if child.status() != psutil.STATUS_ZOMBIE
-    ]
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # since it was listed
+            if child.status() != psutil.STATUS_ZOMBIE:
+                found.append(child)
+    return found
 
 
 class Waiting(Listener):
@@ -148,7 +161,7 @@ def main(model: str, out: str, sections: str, wait_after: str = "-1") -> None:
     """
     waiting = Waiting(int(wait_after))
     if sections == "resume":
-        ended = execute(resume(out, prompts=PROMPTS), listeners=[waiting])
+        ended = execute(plan_resume(out, prompts=PROMPTS), listeners=[waiting])
     else:
         ended = run(Path(model), Path(out), waiting, **json.loads(sections))
     assert "torch" not in sys.modules, "a driver needs none, and it takes seconds to load"

@@ -4,21 +4,25 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from dora_rl.core import commands as cm
-from dora_rl.core import events as ev
-from dora_rl.core.types import Fence, MigrationId, Move, TrajectoryId, Version
+from dora_rl.core.protocol import commands as cm
+from dora_rl.core.protocol import events as ev
+from dora_rl.core.protocol.types import Fence, MigrationId, Move, TrajectoryId, Version
 from dora_rl.engines.base import Sampling
 from dora_rl.engines.fake import FakeEngine
-from dora_rl.runtime import messages as ms
-from dora_rl.runtime.rollout import RolloutInstance
-from dora_rl.samples import Trajectory
+from dora_rl.runtime.control import messages as ms
+from dora_rl.runtime.workers.rollout import RolloutInstance
+from dora_rl.samples import Trajectory, pack_tokens, unpack
+from dora_rl.transports.kv.shared_directory import KvDirectory
+from dora_rl.transports.samples.memory import SampleMemory
 
 TOKENS = 12
 SEED = 17  # trajectories 1 to 5 have 7 tokens and more, of different lengths
 SAID = (5, 6)  # what the environment of these tests answers
 TURNS = 3
 MAX_STEPS = 500
+RECORDS = SampleMemory()  # of all parts
 
 
 def digest(version: Version) -> str:
@@ -53,15 +57,23 @@ class Part:
         slots: int = 4,
         versions: Sequence[Version] = (0,),
         max_tokens: int = TOKENS,
+        exchange: Path | None = None,
+        **engine: Any,
     ) -> None:
-        self.root = root
+        """`exchange` is where what moves is found; `root` has the weights."""
+        self.root = exchange = exchange or root
         self.time = Time()
-        self.engine = FakeEngine(slots=slots, version_slots=3, clock=self.time)
+        self.engine = FakeEngine(
+            **{"slots": slots, "version_slots": 3, "clock": self.time} | engine
+        )
         self.instance = RolloutInstance(
             name,
             0,
             self.engine,
             lambda version: root / str(version),
+            RECORDS,
+            RECORDS,
+            KvDirectory(exchange),
             Sampling(max_tokens=max_tokens),
             seed=SEED,
             clock=self.time,
@@ -86,9 +98,11 @@ class Part:
         self.instance.outbox.clear()
         for message in new:
             if isinstance(message, ms.Finished):
-                key = message.trajectory.trajectory, message.fence
+                whole = unpack(RECORDS.get(message.trajectory.content))
+                assert whole.by_reference(message.trajectory.content) == message.trajectory
+                key = whole.id, message.fence
                 assert key not in self.finished
-                self.finished[key] = message.trajectory
+                self.finished[key] = whole
         self.said += new  # type: ignore[arg-type]
         return new  # type: ignore[return-value]
 
@@ -135,6 +149,12 @@ def begin(
     return ms.Begin(trajectory, fence, trajectory // 2, version, prompt, episode, prefix)
 
 
+def prefix_of(whole: Trajectory, tokens: int, **fields: Any) -> ms.Prefix:
+    """The first tokens of a trajectory, as if they had been saved."""
+    content = RECORDS.put(pack_tokens(whole.tokens[:tokens], whole.logprobs[:tokens]))
+    return ms.Prefix(trajectory=whole.id, pieces=(ms.Piece(0, tokens, content),), **fields)
+
+
 def answer(message: ms.TurnEnded, fence: Fence | None = None) -> ms.Continue | ms.Conclude:
     """What the environment makes of a turn: the same whoever asks."""
     fence = message.fence if fence is None else fence
@@ -178,12 +198,12 @@ class Journey:
         )
 
     def hand_over(self) -> ms.HandedOver:
-        new = self.source.tell(ms.HandOver(self.name, self.moves, str(self.file)))
+        new = self.source.tell(ms.HandOver(self.name, self.moves))
         (said,) = [message for message in new if isinstance(message, ms.HandedOver)]
         return said
 
     def take_over(self) -> ev.Event:
-        (said,) = events(self.target.tell(ms.TakeOver(self.name, str(self.file))))
+        (said,) = events(self.target.tell(ms.TakeOver(self.name)))
         return said
 
     def release(self) -> None:

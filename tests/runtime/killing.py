@@ -1,8 +1,9 @@
 """A run in a process of its own that is killed at a point that a test names.
 
-The points are before and after everything that changes a file for good: fsync, rename, removal,
-a commit of the ledger, a publication, and the install of a version. They are counted from the
-start, so that the same number is the same point of the same run.
+The points are before and after everything that changes a file for good: rename, removal, a commit
+of the ledger, a publication, and the install of a version; and before each fsync, since a process
+that dies after it leaves the same files. They are counted from the start, so that the same number
+is the same point of the same run.
 """
 
 import os
@@ -16,11 +17,15 @@ from typing import Any
 import transformers.models.auto.modeling_auto  # seconds, once and not in each life
 import transformers.models.llama.modeling_llama  # noqa: F401
 
-import dora_rl.runtime.inline  # noqa: F401
+import dora_rl.runtime.launchers.inline  # noqa: F401
 from dora_rl.engines.embedded.engine import EmbeddedEngine
-from dora_rl.runtime.train import execute, prepare, read_config, resume
+from dora_rl.runtime.execution import execute
+from dora_rl.runtime.prepare.plan import plan_resume, prepare, read_config
 from dora_rl.store.ledger import Ledger
-from dora_rl.weights.store import WeightStore
+from dora_rl.store.snapshot_files import SnapshotFiles
+from dora_rl.transports.samples import shared_directory
+from dora_rl.transports.weights.shared_directory import WeightStore
+from tests.patience import PATIENCE_S
 from tests.runtime.harness import PROMPTS, settings
 
 _PROCESSES = get_context("forkserver")
@@ -55,23 +60,36 @@ class Points:
 
         setattr(owner, name, call)
 
+    def before(self, owner: Any, name: str) -> None:
+        """A point before each call of a function."""
+        original = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.at(f"before {owner.__name__}.{name}")
+            return original(*args, **kwargs)
+
+        setattr(owner, name, call)
+
     def everywhere(self) -> None:
-        for name in ("fsync", "rename", "replace"):
+        self.before(os, "fsync")
+        for name in ("rename", "replace", "truncate", "unlink"):
             self.around(os, name)
         self.around(shutil, "rmtree")
         self.around(Ledger, "commit")
+        self.around(SnapshotFiles, "keep_only")
         self.around(WeightStore, "publish")
         self.around(EmbeddedEngine, "install")
 
 
 def _live(model: Path, out: Path, sections: dict[str, Any], kill_at: int | None) -> None:
+    shared_directory.FILE_BYTES = 1000  # a few trajectories: files of records come and go
     points = Points(kill_at, out.with_suffix(".points"))
     points.everywhere()
     if (out / "ledger.sqlite").exists():
         with Ledger.read(out / "ledger.sqlite") as ledger:
             if "ended" in ledger.facts:
                 return  # killed when all was done
-        plan = resume(out, prompts=PROMPTS)
+        plan = plan_resume(out, prompts=PROMPTS)
     else:
         shutil.rmtree(out, ignore_errors=True)
         plan = prepare(read_config(settings(model, out, **sections)), prompts=PROMPTS)
@@ -83,7 +101,7 @@ def live(model: Path, out: Path, sections: dict[str, Any], kill_at: int | None =
     """One life of a run; the exit code: 0, or -9 if it was killed at that point."""
     process = _PROCESSES.Process(target=_live, args=(model, out, sections, kill_at))
     process.start()
-    process.join(300)
+    process.join(PATIENCE_S)
     code = process.exitcode
     process.kill()
     assert code is not None, "it hangs"
@@ -99,8 +117,6 @@ def rows(out: Path) -> dict[str, list[tuple[Any, ...]]]:
     """All that the ledger says."""
     with Ledger.read(out / "ledger.sqlite") as ledger:
         parts: dict[str, Callable[[], Any]] = {
-            "groups": ledger.groups,
-            "trajectories": ledger.trajectories,
             "batches": ledger.batches,
             "versions": ledger.versions,
             "checkpoints": ledger.checkpoints,
@@ -108,4 +124,4 @@ def rows(out: Path) -> dict[str, list[tuple[Any, ...]]]:
             "prefixes": ledger.prefixes,
         }
         found = {name: [tuple(row) for row in read()] for name, read in parts.items()}
-        return {**found, "leases": sorted(ledger.leases().items()), "position": [ledger.position]}
+        return {**found, "snapshot": [ledger.snapshot()], "position": [ledger.position]}

@@ -1,6 +1,9 @@
 """Rewards and an environment for the tests of runs; imported by name in workers."""
 
+import fcntl
+import os
 import time
+from contextlib import suppress
 from typing import Any
 
 
@@ -32,6 +35,22 @@ def nan_at_times(response: str, example: dict[str, Any]) -> float:
 
 def text_at_times(response: str, example: dict[str, Any]) -> Any:
     return "very good" if _picked(response) else vowels(response, example)
+
+
+def vandal(response: str, example: dict[str, Any]) -> float:
+    """Does to the run that it scores for whatever needs no right to write."""
+    run = example["run"]
+    assert not example["hidden"] or os.listdir(run) == []
+    for name in ("", "weights", "checkpoints", "ledger.sqlite"):
+        with suppress(OSError):
+            os.chmod(os.path.join(run, name), 0o500 if name != "ledger.sqlite" else 0o400)
+    for name in ("weights/.lock", "ledger.sqlite", "ledger.sqlite-shm"):
+        with suppress(OSError):
+            held = os.open(os.path.join(run, name), os.O_RDONLY)  # until the worker ends
+            with suppress(OSError):
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return vowels(response, example)
 
 
 def always_raises(response: str, example: dict[str, Any]) -> float:

@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dora_rl.config import dump_toml
-from dora_rl.core.errors import UserError
-from dora_rl.core.settings import ParadigmName, Settings
+from dora_rl.core.protocol.errors import UserError
+from dora_rl.core.protocol.settings import ParadigmName, Settings
+from dora_rl.engines import registry
 from dora_rl.runtime.config import RunConfig, Threads
-from dora_rl.runtime.engines import sampling_of
-from dora_rl.runtime.train import read_config
+from dora_rl.runtime.prepare.plan import read_config
+from dora_rl.runtime.workers.engines import sampling_of
 from tests.runtime.harness import settings
 
 
@@ -36,11 +37,21 @@ REFUSED: dict[str, tuple[dict[str, dict[str, Any]], list[str]]] = {
     "negative top_k": ({"rollout": {"top_k": -1}}, ["rollout.top_k", "`-1`"]),
     "no top_p": ({"rollout": {"top_p": 0}}, ["rollout.top_p", "`0`"]),
     "large min_p": ({"rollout": {"min_p": 2}}, ["rollout.min_p", "`2`"]),
+    "odd device": ({"train": {"device": "tpu"}}, ["train", "device", "`tpu`", "Use `auto`"]),
+    "odd engine device": ({"rollout": {"device": "gpu"}}, ["rollout", "`gpu`", "Use `auto`"]),
+    "the embedded engine on a GPU": (
+        {"rollout": {"device": "cuda:0"}},
+        ["rollout.device", "embedded engine is for CPUs", "`cuda:0`", "Use `auto` or `cpu`"],
+    ),
     "no duration": ({"runtime": {"inline": {"step_s": 0}}}, ["runtime.inline.step_s", "`0`"]),
     "odd runtime": ({"runtime": {"kind": "cloud"}}, ["runtime.kind", "`cloud`", "inline"]),
     "no instances": ({"runtime": {"instances": 0}}, ["runtime.instances", "`0`"]),
     "no threads": ({"runtime": {"train_threads": 0}}, ["runtime.train_threads", "`0`"]),
     "no heartbeat": ({"runtime": {"report_period_s": 0}}, ["runtime.report_period_s", "`0`"]),
+    "rare heartbeats": (
+        {"runtime": {"report_period_s": 31.0}},
+        ["report_period_s", "heartbeat_timeout_s (60.0)", "`31.0`", "Use 30.0 or less"],
+    ),
     "no patience": ({"runtime": {"start_timeout_s": 0}}, ["runtime.start_timeout_s", "`0`"]),
     "no steps": ({"run": {"steps": 0}}, ["run.steps", "`0`"]),
     "negative seed": ({"run": {"seed": -1}}, ["run.seed", "`-1`"]),
@@ -77,6 +88,13 @@ def test_a_refusal_names_key_value_and_fix(name: str) -> None:
     assert "\n" not in message
     for words in said:
         assert words in message, message
+
+
+def test_the_engine_says_on_what_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which device is refused is its entry's, not the configuration's."""
+    entry = registry._Entry("dora_rl.engines.embedded.create", gpu=True)
+    monkeypatch.setattr(registry, "_ENTRIES", dict.fromkeys(registry.EngineName, entry))
+    assert config(rollout={"device": "cuda:0"}).rollout.device == "cuda:0"
 
 
 def test_what_may_not_be_meant_is_told() -> None:
@@ -156,6 +174,7 @@ def test_threads_are_taken_as_given() -> None:
     assert config(train={"threads": 7}).threads(8) == Threads(1, 7)
     both = config(train={"threads": 7}, runtime={"train_threads": 2})
     assert both.threads(8) == Threads(6, 2)
+    assert [Threads(rollout, 1).evaluation for rollout in (1, 2, 3, 8)] == [1, 1, 1, 4]
 
 
 # Sampling
@@ -227,3 +246,12 @@ def test_the_core_knows_no_run_it_was_not_told() -> None:
         "max_steps",
         "version_slots",
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"), [("embeded", "Did you mean `embedded`?"), ("vllm", "not supported yet")]
+)
+def test_an_engine_that_is_not_known_is_refused(name: str, fix: str) -> None:
+    with pytest.raises(UserError, match=r"rollout\.engine must be `embedded`") as refusal:
+        read_config({"model": {"path": "m"}, "rollout": {"engine": name}})
+    assert f"`{name}`" in str(refusal.value) and fix in str(refusal.value)

@@ -7,12 +7,21 @@ from typing import Any
 
 import pytest
 
-from dora_rl.core.commands import Fail
-from dora_rl.core.events import BatchFailed, BatchRejected, PublicationFailed
+from dora_rl.core.protocol.commands import Fail
+from dora_rl.core.protocol.errors import UserError
+from dora_rl.core.protocol.events import (
+    BatchFailed,
+    BatchRejected,
+    PublicationFailed,
+    TrajectoryRefused,
+)
+from dora_rl.machine.fast_paths import on_linux
 from dora_rl.runtime.errors import RunFailed
-from dora_rl.runtime.inline import InlineRuntime
-from dora_rl.runtime.session import Session
-from dora_rl.runtime.train import prepare, read_config
+from dora_rl.runtime.execution import execute
+from dora_rl.runtime.launchers.inline import InlineRuntime
+from dora_rl.runtime.prepare.plan import prepare, read_config
+from dora_rl.runtime.records.run_files import RunFiles
+from dora_rl.sandbox.trial import sandbox
 from dora_rl.trainer.errors import StepRejected, TrainerError
 from dora_rl.trainer.trainer import Trainer
 from tests.runtime.harness import (
@@ -50,10 +59,10 @@ def test_a_reward_that_fails_costs_its_trajectory_alone(
             run={"steps": 3},
         )
     )
-    with Session(prepare(config, prompts=PROMPTS)) as session:
-        ending = InlineRuntime(session).run()
-        _, audit = session.close(ending, 1.0)
-        failures = session.recorder.failures
+    with RunFiles(prepare(config, prompts=PROMPTS)) as files:
+        ending = InlineRuntime(files).run()
+        _, audit = files.close(ending, 1.0)
+        failures = files.recorder.failures
     assert ending.ok and audit.ok, (ending, audit.summary())
     assert audit.steps == 3
     assert failures == audit.failed_for
@@ -69,6 +78,31 @@ def test_a_reward_that_fails_costs_its_trajectory_alone(
     assert len(failed) == len(set(failed)) == audit.failed
 
 
+@pytest.mark.skipif(not on_linux(), reason="what Linux alone can keep away")
+def test_a_reward_cannot_stop_the_run_that_it_scores_for(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    hidden = sandbox().private == "hidden"
+    prompts = [{**row, "run": str(out), "hidden": hidden} for row in PROMPTS]
+    plan = prepare(
+        read_config(
+            settings(
+                model,
+                out,
+                task={"reward": f"{REWARDS}:vandal"},
+                run={"steps": 3, "checkpoint_every": 1, "commit_every_s": 0.0},
+            )
+        ),
+        prompts=prompts,
+    )
+    ended = execute(plan)
+    assert ended.ok and len(ended.steps) == 3, ended.ending
+    assert_sound(ended)
+    assert out.stat().st_mode & 0o777 == 0o700
+    assert (out / "weights").stat().st_mode & 0o200
+    # What the system cannot keep from it is in the run's own list.
+    assert hidden != any("run directory" in gap for gap in plan.task.gaps)
+
+
 def test_a_reward_that_always_fails_trains_nothing(model: Path, tmp_path: Path) -> None:
     ended = run(
         model,
@@ -82,30 +116,73 @@ def test_a_reward_that_always_fails_trains_nothing(model: Path, tmp_path: Path) 
     assert ended.audit.failed == ended.audit.issued == len(PROMPTS) * 2
 
 
+KV = 256  # tokens: less than the prompt and a response to it may need
+BEYOND_KV = {"prompt": "x y z " * 40, "turns": 1}
+MADE = {"environment": f"{REWARDS}:Counting", "long_prompts": "skip"}  # not known before the run
+
+
 @pytest.mark.parametrize("fault", ["reward", "prompt"])
 def test_an_endless_stream_of_failures_ends(fault: str, model: Path, tmp_path: Path) -> None:
-    reward = "always_raises" if fault == "reward" else "vowels"
-    prompts = PROMPTS if fault == "reward" else [{"prompt": "x y z " * 150}]
+    task = {"reward": f"{REWARDS}:always_raises"} if fault == "reward" else MADE
+    prompts = PROMPTS if fault == "reward" else [BEYOND_KV]
     ended = run(
         model,
         tmp_path / "run",
         prompts=prompts,
-        task={"reward": f"{REWARDS}:{reward}"},
+        task=task,
+        rollout={"kv_budget_tokens": KV},
         orchestration={"max_retries": 0, "max_wasted_batches": 3},
     )
     assert not ended.ok and not ended.steps
-    assert "6 groups in a row" in ended.ending.reason
-    assert ("no such thing" if fault == "reward" else "context") in ended.ending.reason
+    assert "6 consecutive groups failed or were filtered" in ended.ending.reason
+    assert ("no such thing" if fault == "reward" else "of KV") in ended.ending.reason
     assert ended.audit.ok
 
 
-def test_a_prompt_that_does_not_fit_fails_alone(model: Path, tmp_path: Path) -> None:
-    prompts = [*PROMPTS, {"prompt": "x y z " * 150, "turns": 1}]
-    ended = run(model, tmp_path / "run", prompts=prompts, task={"epochs": 1}, run={"steps": 9})
+def test_a_prompt_that_does_not_fit_fails_alone_and_at_once(model: Path, tmp_path: Path) -> None:
+    ended = run(
+        model,
+        tmp_path / "run",
+        prompts=[*PROMPTS, BEYOND_KV],
+        task={"epochs": 1, **MADE},
+        rollout={"kv_budget_tokens": KV},
+        run={"steps": 9},
+    )
     assert_sound(ended)
+    events = [record.event for record in records(tmp_path / "run")]
+    refused = [event.trajectory for event in events if isinstance(event, TrajectoryRefused)]
+    assert len(refused) == len(set(refused)) == 2, "each is tried once"
     assert ended.audit.failed == 2
-    assert all("context" in reason and "256" in reason for reason in ended.audit.failed_for)
+    assert all("of KV" in reason and f"`{KV}`" in reason for reason in ended.audit.failed_for)
     assert ended.audit.trained == len(PROMPTS) * 2
+
+
+def test_a_prompt_of_an_environment_that_is_too_long_ends_the_run(
+    model: Path, tmp_path: Path
+) -> None:
+    long = {"prompt": "x y z " * 150, "turns": 1}
+    with pytest.raises(UserError, match=r"environment of prompt \d+ has a prompt of .* context"):
+        run(
+            model,
+            tmp_path / "run",
+            prompts=[*PROMPTS, long],
+            task={"environment": MADE["environment"], "epochs": 1},
+            run={"steps": 9},
+        )
+
+
+def test_a_prompt_beyond_the_context_is_never_tried(model: Path, tmp_path: Path) -> None:
+    prompts = [*PROMPTS[1:], {"prompt": "x y z " * 150, "turns": 1}]
+    ended = run(
+        model,
+        tmp_path / "run",
+        prompts=prompts,
+        task={"epochs": 1, "long_prompts": "skip"},
+        run={"steps": 9},
+    )
+    assert_sound(ended)
+    assert ended.audit.failed == 0
+    assert ended.audit.trained == len(prompts) * 2
 
 
 # The trainer

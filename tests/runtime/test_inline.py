@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from dora_rl.core.commands import Delete, Release, Reserve
-from dora_rl.core.events import TrajectoryFinished, VersionPinned, VersionUnpinned
-from dora_rl.core.settings import ParadigmName
-from dora_rl.core.types import Version
+from dora_rl.core.protocol.commands import Delete, Release, Reserve
+from dora_rl.core.protocol.events import TrajectoryFinished, VersionPinned, VersionUnpinned
+from dora_rl.core.protocol.settings import ParadigmName
+from dora_rl.core.protocol.types import Version
 from dora_rl.models.tokenizer import load_tokenizer
-from dora_rl.runtime.train import Run
+from dora_rl.runtime.execution import Run
 from tests.runtime.harness import (
     PROMPTS,
     REWARDS,
@@ -40,7 +40,7 @@ def checkpoint(ended: Run) -> bytes:
 
 def test_a_run_is_sound_and_has_learnt(plain: Run, model: Path) -> None:
     assert_sound(plain)
-    assert [record.step for record in plain.steps] == [0, 1, 2, 3]
+    assert [record.step for record in plain.steps] == [1, 2, 3, 4]
     assert checkpoint(plain) != weights(model)
     assert max(record.staleness_max for record in plain.steps) > 0
     assert len({record.length_mean for record in plain.steps}) > 1
@@ -115,7 +115,7 @@ def test_work_moves_between_instances(model: Path, tmp_path: Path) -> None:
 def test_prompts_that_end_end_the_run(
     epochs: int, prompts: int, steps: int, model: Path, tmp_path: Path
 ) -> None:
-    seen = Seen()
+    seen = Seen(tmp_path / "short")
     ended = run(
         model,
         tmp_path / "short",
@@ -136,7 +136,7 @@ def test_prompts_that_end_end_the_run(
 
 
 def test_an_episode_is_one_trajectory_of_one_version(model: Path, tmp_path: Path) -> None:
-    seen = Seen()
+    seen = Seen(tmp_path / "episodes")
     ended = run(
         model,
         tmp_path / "episodes",
@@ -166,8 +166,29 @@ def test_an_episode_is_one_trajectory_of_one_version(model: Path, tmp_path: Path
             assert tokenizer.decode(whole.prompt).endswith(" begin")
 
 
+def test_an_episode_whose_observation_has_no_room_is_truncated(model: Path, tmp_path: Path) -> None:
+    """Its environment ends it with the third turn: whatever is shorter was cut off."""
+    seen = Seen(tmp_path / "cut")
+    ended = run(
+        model,
+        tmp_path / "cut",
+        seen,
+        algorithm={"preset": "dr_grpo", "mask_truncated": True},
+        task={"reward": None, "environment": f"{REWARDS}:Counting"},
+        rollout={"max_tokens": 16},
+    )
+    assert_sound(ended)
+    cut = [sample.trajectory for sample in seen.samples if sample.trajectory.turns < 3]
+    assert any(len(whole.tokens) < 16 for whole in cut), "none was cut for want of room"
+    assert all(whole.truncated for whole in cut)
+    for record, batch in zip(ended.steps, seen.batches, strict=True):
+        kept = [s.trajectory for s in batch if not s.trajectory.truncated]
+        assert record.truncated == len(batch) - len(kept)
+        assert record.metrics["trained_tokens"] == sum(whole.num_sampled for whole in kept)
+
+
 def test_an_environment_and_a_reward_add_up(model: Path, tmp_path: Path) -> None:
-    seen = Seen()
+    seen = Seen(tmp_path / "both")
     ended = run(
         model,
         tmp_path / "both",

@@ -3,29 +3,43 @@
 In `inline` to the bit: the same weights, the same journal, the same ledger.
 """
 
+import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dora_rl import cli
 from dora_rl.core.audit import audit_journal
-from dora_rl.core.commands import Command
-from dora_rl.core.events import Event, WeightsPublished
-from dora_rl.runtime.listening import Listener
-from dora_rl.runtime.train import execute, resume
+from dora_rl.core.protocol.commands import Command
+from dora_rl.core.protocol.events import Event, WeightsPublished
+from dora_rl.runtime.control.listeners import Listener
+from dora_rl.runtime.execution import execute
+from dora_rl.runtime.prepare.plan import plan_resume
 from dora_rl.store.ledger import Ledger
-from dora_rl.store.rundir import LEDGER, checkpoints_in
+from dora_rl.store.rundir import (
+    LEDGER,
+    METRICS_OF_STEPS,
+    SAMPLES,
+    TRACE,
+    TRAJECTORIES,
+    checkpoints_in,
+)
 from dora_rl.weights.versions import published_versions
 from tests.runtime.harness import PROMPTS, assert_sound, journal, lines, run, weights
 from tests.runtime.killing import labels, live, rows
+from tests.store.test_read_only import as_ordinary_user
+from tests.store.test_read_only import outside as outside
 
 pytestmark = pytest.mark.faults
 SECTIONS: dict[str, Any] = {
     "rollout": {"slots": 6, "max_tokens": 30, "stop": ["a"]},
-    "run": {"steps": 4, "checkpoint_every": 2, "keep_checkpoints": 1},
+    "run": {"steps": 4, "checkpoint_every": 2, "keep_checkpoints": 1, "snapshot_every": 20},
 }
 KILLED = -9
+MEASURED = {"train_s"}  # in real time
 SHARDS = 8  # of the points, for several processes
 
 
@@ -37,22 +51,36 @@ def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+def steps_of(out: Path) -> list[dict[str, Any]]:
+    """The records of all steps, but for what is measured in real time."""
+    records = map(json.loads, (out / METRICS_OF_STEPS).read_text().splitlines())
+    return [{k: v for k, v in record.items() if k not in MEASURED} for record in records]
+
+
 def assert_same(out: Path, whole: Path) -> None:
     assert lines(out) == lines(whole)
     assert rows(out) == rows(whole)
+    for name in (SAMPLES, TRACE):
+        assert (out / name).read_bytes() == (whole / name).read_bytes(), name
+    assert steps_of(out) == steps_of(whole)
     (ours,), (theirs,) = checkpoints_in(out / "checkpoints"), checkpoints_in(whole / "checkpoints")
     assert weights(ours[1]) == weights(theirs[1])
     assert audit_journal(journal(out).lines()).ok
+    for path in (whole / TRAJECTORIES).iterdir():
+        assert (out / TRAJECTORIES / path.name).read_bytes() == path.read_bytes()
     assert {path.name for path in out.iterdir()} == {path.name for path in whole.iterdir()}
-    versions = [sorted(path.name for path in (run / "weights").iterdir()) for run in (out, whole)]
-    assert versions[0] == versions[1]
+    for name in ("weights", "snapshots", TRAJECTORIES):
+        ours, theirs = (sorted(p.name for p in (run / name).iterdir()) for run in (out, whole))
+        assert ours == theirs
 
 
 def test_the_points_cover_what_a_run_does(whole: Path) -> None:
     passed = labels(whole)
     assert len(passed) > 100
-    for name in ("os.fsync", "os.rename", "os.replace", "shutil.rmtree", "Ledger.commit"):
+    assert passed.count("before os.fsync") > 20
+    for name in ("os.rename", "os.replace", "shutil.rmtree", "Ledger.commit"):
         assert passed.count(f"before {name}") == passed.count(f"after {name}") > 0, name
+    assert passed.count("after os.unlink") > 10  # files of records among them: small here
     for name in ("WeightStore.publish", "EmbeddedEngine.install"):
         assert passed.count(f"before {name}") == passed.count(f"after {name}") >= 4, name
 
@@ -71,6 +99,31 @@ def test_killed_once(share: float, model: Path, whole: Path, tmp_path: Path) -> 
     assert live(model, out, SECTIONS, point) == KILLED
     assert live(model, out, SECTIONS) == 0
     assert_same(out, whole)
+
+
+def test_a_killed_run_is_read_where_nothing_can_be_written(
+    model: Path, whole: Path, outside: Path, tmp_path: Path
+) -> None:
+    commits = [n for n, label in enumerate(labels(whole)) if label == "after Ledger.commit"]
+    assert live(model, tmp_path / "run", SECTIONS, commits[2]) == KILLED
+    out = outside / "run"
+    shutil.copytree(tmp_path / "run", out)
+    (out / f"{LEDGER}-shm").unlink()
+    assert (out / f"{LEDGER}-wal").stat().st_size
+    for command in ("audit", "replay"):  # whatever is imported late is, now
+        assert cli.main([command, str(tmp_path / "run")]) == 0
+    for file in out.iterdir():
+        file.chmod(0o555 if file.is_dir() else 0o444)
+    out.chmod(0o555)
+
+    def check() -> None:
+        for command in ("audit", "replay"):
+            assert cli.main([command, str(out)]) == 0
+
+    try:
+        as_ordinary_user(check)
+    finally:
+        out.chmod(0o755)
 
 
 def test_killed_again_and_again(model: Path, whole: Path, tmp_path: Path) -> None:
@@ -95,7 +148,7 @@ RECOMPUTE: dict[str, Any] = {**SECTIONS, "train": {"behaviour": "recompute"}}
 
 
 def test_killed_two_steps_past_a_checkpoint(model: Path, tmp_path: Path) -> None:
-    sections = {**RECOMPUTE, "run": {"steps": 6, "checkpoint_every": 3, "keep_checkpoints": 1}}
+    sections = {**RECOMPUTE, "run": {**SECTIONS["run"], "steps": 6, "checkpoint_every": 3}}
     whole, out = tmp_path / "whole", tmp_path / "run"
     assert live(model, whole, sections) == 0
     points = [n for n, label in enumerate(labels(whole)) if label == "after WeightStore.publish"]
@@ -132,9 +185,9 @@ def test_steps_are_taken_again_with_versions_that_the_core_let_go_of(
     with Ledger.read(out / LEDGER) as ledger:
         gone = [row.version for row in ledger.versions() if row.state == "deleted"]
     assert gone  # without them nothing could be taken again
-    ended = execute(resume(out, prompts=PROMPTS))
+    ended = execute(plan_resume(out, prompts=PROMPTS))
     assert_sound(ended)
-    assert [record.step for record in ended.steps] == list(range(4))
+    assert [record.step for record in ended.steps] == [1, 2, 3, 4]
     with Ledger.read(out / LEDGER) as ledger:
         kept = [row.version for row in ledger.versions() if row.state != "deleted"]
     assert published_versions(out / "weights") == kept

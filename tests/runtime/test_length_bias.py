@@ -19,27 +19,28 @@ from typing import Any
 import psutil
 import pytest
 
-from dora_rl.chaos.processes import parts
-from dora_rl.core.commands import Score, Start
-from dora_rl.core.events import (
+from dora_rl.core.history.journal import Record
+from dora_rl.core.protocol.commands import Score, Start
+from dora_rl.core.protocol.events import (
     InstanceFailed,
     InstanceProgressed,
     InstanceStopped,
     TrajectoryFinished,
 )
-from dora_rl.core.journal import Record
-from dora_rl.core.types import TrajectoryId
-from dora_rl.runtime.bookkeeping import decode_prefix
-from dora_rl.runtime.train import execute, resume
+from dora_rl.core.protocol.types import TrajectoryId
+from dora_rl.faultlab.processes import workers_of_run
+from dora_rl.runtime.execution import execute
+from dora_rl.runtime.prepare.plan import plan_resume
+from dora_rl.runtime.records.ledger_writer import saved_prefixes
 from dora_rl.store.ledger import Ledger
 from dora_rl.store.rundir import LEDGER
 from tests.models.random_models import make_model, make_tokenizer
-from tests.runtime.harness import PROMPTS, Seen, assert_sound, records, run, trained
+from tests.patience import PATIENCE_S
+from tests.runtime.harness import PROMPTS, Seen, accepted, assert_sound, records, run, trained
 
 pytestmark = pytest.mark.faults
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 120.0
 LIVES = 4  # in each of which a rollout process is killed, and then the driver
 VOCABULARY = 300
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -49,7 +50,6 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "run": {"steps": 6, "save_every_s": 0.05, "commit_every_s": 0.05},
 }
 LOCAL = {**SECTIONS, "runtime": {"kind": "local", "report_period_s": 0.1}}
-COMPLETE = ("generated", "scored", "trained")
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +88,13 @@ class Life:
     def written(self) -> int:
         """Tokens that survive a death."""
         with Ledger.read(self.out / LEDGER) as ledger:
-            whole = sum(row.tokens for row in ledger.trajectories() if row.state in COMPLETE)
-            return whole + sum(len(decode_prefix(row.content).tokens) for row in ledger.prefixes())
+            saved = sum(prefix.num_tokens for prefix in saved_prefixes(ledger).values())
+        whole = (
+            record.event.tokens
+            for record in records(self.out)
+            if isinstance(record.event, TrajectoryFinished)
+        )
+        return saved + sum(whole)
 
     def wait_for(self, condition: Callable[[], object]) -> None:
         deadline = time.monotonic() + PATIENCE_S
@@ -100,11 +105,11 @@ class Life:
 
     def rollout(self) -> int | None:
         """The process that generates, if it is there."""
-        return parts(self.out).get("rollout-0")
+        return workers_of_run(self.out).get("rollout-0")
 
     def strike(self, rng: random.Random, *, twice: bool) -> None:
         """Kill the rollout process, and then the driver; with `twice`, its successor with it."""
-        self.wait_for(self.rollout)
+        self.wait_for(lambda: self.rollout() and self.records)
         self._wait_for_tokens(rng.randint(100, 500))
         pid = self.rollout()
         assert pid is not None
@@ -169,10 +174,10 @@ class Progress:
 
 
 def test_killed_again_and_again_it_trains_the_same_lengths(roomy: Path, tmp_path: Path) -> None:
-    whole = Seen()
+    whole = Seen(tmp_path / "whole")
     reference = run(roomy, tmp_path / "whole", whole, **SECTIONS)
     assert_sound(reference)
-    texts = {sample.trajectory.trajectory: sample.trajectory.tokens for sample in whole.samples}
+    texts = {sample.trajectory.id: sample.trajectory.tokens for sample in whole.samples}
     lengths = {name: len(tokens) for name, tokens in texts.items()}
     assert max(lengths.values()) > 3 * sum(lengths.values()) / len(lengths)
 
@@ -184,11 +189,9 @@ def test_killed_again_and_again_it_trains_the_same_lengths(roomy: Path, tmp_path
             life.strike(rng, twice=number % 2 == 0)
         finally:
             life.end()
-        with Ledger.read(out / LEDGER) as ledger:
-            rows = list(ledger.trajectories())
-        complete.append((life.records, {r.trajectory for r in rows if r.state in COMPLETE}))
-    last = Seen()
-    ended = execute(resume(out, prompts=PROMPTS), listeners=[last])
+        complete.append((life.records, accepted(out)))
+    last = Seen(out)
+    ended = execute(plan_resume(out, prompts=PROMPTS), listeners=[last])
     assert_sound(ended)
 
     found = records(out)
@@ -197,7 +200,7 @@ def test_killed_again_and_again_it_trains_the_same_lengths(roomy: Path, tmp_path
     progress = Progress(found)
     assert {name: progress.lengths[name] for _, _, name in trained(out)} == lengths
     for sample in last.samples:
-        assert sample.trajectory.tokens == texts[sample.trajectory.trajectory]
+        assert sample.trajectory.tokens == texts[sample.trajectory.id]
     for position, names in complete:
         again = [c for r in found[position:] for c in r.commands if isinstance(c, Start)]
         assert not names.intersection(start.trajectory for start in again), "generated twice"

@@ -11,7 +11,7 @@ SMALL = ("--steps", "2", "--plain", "--set", "orchestration.groups_per_step=2")
 # Only in rollout processes: the trainer has no engine.
 BROKEN = """
 import sys
-if "dora_rl.runtime.local.part" in sys.orig_argv:
+if "dora_rl.runtime.launchers.local.worker" in sys.orig_argv:
     from dora_rl.engines.embedded.engine import EmbeddedEngine
     def for_model(cls, directory, settings=None):
         {fault}
@@ -31,6 +31,7 @@ def train(tmp_path: Path, fault: str) -> tuple[subprocess.CompletedProcess[str],
     return done, (tmp_path / "run/logs/rollout-0.log").read_text()
 
 
+@pytest.mark.slow
 def test_the_same_error_twice_ends_the_run(tmp_path: Path) -> None:
     fault = "import os; raise RuntimeError(f'this processor cannot, says {os.getpid()}')"
     done, log = train(tmp_path, fault)

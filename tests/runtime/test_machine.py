@@ -5,31 +5,42 @@ from pathlib import Path
 
 import pytest
 
-from dora_rl.cli._training import _Follower
 from dora_rl.config import load_toml
 from dora_rl.machine.fast_paths import FAST_PATHS, PORTABLE, Trial
-from dora_rl.runtime import train
-from dora_rl.runtime.session import _Machine
-from dora_rl.runtime.train import execute, prepare, read_config
+from dora_rl.runtime.display.progress import Follower
+from dora_rl.runtime.execution import execute
+from dora_rl.runtime.prepare import plan as planning
+from dora_rl.runtime.prepare.plan import prepare, read_config
+from dora_rl.runtime.records.run_files import _Machine
 from dora_rl.trainer.settings import Dtype
 from tests.runtime.harness import PROMPTS, run, settings
 
 
-@pytest.mark.parametrize("bf16", [True, False])
+@pytest.mark.parametrize(
+    ("bf16", "device", "hidden"),
+    [(True, "auto", {}), (False, "cpu", {"CUDA_VISIBLE_DEVICES": ""})],
+)
 def test_auto_is_measured_once_and_written_down(
-    bf16: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bf16: bool,
+    device: str,
+    hidden: dict[str, str],
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked: list[list[str]] = []
+    asked: list[object] = []
 
-    def measured(names: list[str]) -> dict[str, Trial]:
-        asked.append(names)
+    def measured(names: list[str], environment: dict[str, str]) -> dict[str, Trial]:
+        asked.append((names, environment))
         return {name: Trial(bf16, "as the test says") for name in names}
 
-    monkeypatch.setattr(train, "in_child", measured)
-    data = settings(model, tmp_path / "run", train={"dtype": "auto"}, run={"steps": 1})
+    monkeypatch.setattr(planning, "in_child", measured)
+    data = settings(
+        model, tmp_path / "run", train={"dtype": "auto", "device": device}, run={"steps": 1}
+    )
     plan = prepare(read_config(data), prompts=PROMPTS)
     chosen = Dtype.BFLOAT16 if bf16 else Dtype.FLOAT32
-    assert plan.config.train.dtype is chosen and asked == [["bf16-training"]]
+    assert plan.config.train.dtype is chosen and asked == [(["bf16-training"], hidden)]
     assert execute(plan).ok
     assert load_toml(tmp_path / "run/config.toml")["train"]["dtype"] == chosen.value
 
@@ -37,7 +48,7 @@ def test_auto_is_measured_once_and_written_down(
 def test_a_dtype_that_is_named_is_not_measured(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train, "in_child", None)
+    monkeypatch.setattr(planning, "in_child", None)
     data = settings(model, tmp_path / "run", train={"dtype": "bfloat16"})
     plan = prepare(read_config(data), prompts=PROMPTS)
     assert plan.config.train.dtype is Dtype.BFLOAT16
@@ -66,7 +77,7 @@ def test_what_workers_tried_is_a_part_of_it(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_fallback_is_told_once(model: Path, tmp_path: Path) -> None:
     plan = prepare(read_config(settings(model, tmp_path / "run")), prompts=PROMPTS)
-    follower, told = _Follower(plan), list[str]()
+    follower, told = Follower(plan), list[str]()
     follower.tell = told.append
     trials = {"onednn-order": Trial(False, "no avx512bw"), "fork": Trial(True, "well")}
     for _ in range(2):

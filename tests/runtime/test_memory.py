@@ -16,16 +16,18 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from dora_rl import cli
-from dora_rl.core.commands import Command
-from dora_rl.core.errors import UserError
-from dora_rl.core.events import Event, InstanceFailed
-from dora_rl.runtime import messages as ms
+from dora_rl.core.protocol.commands import Command
+from dora_rl.core.protocol.errors import UserError
+from dora_rl.core.protocol.events import Event, InstanceFailed
+from dora_rl.runtime.control import messages as ms
+from dora_rl.runtime.control.memory import MB, Left, Watch, left, memory_watch, oom_kills
 from dora_rl.runtime.errors import RunFailed
-from dora_rl.runtime.local import runtime as local
-from dora_rl.runtime.local.processes import PartProcess
-from dora_rl.runtime.memory import MB, Left, Watch, left, memory_watch, oom_kills
-from dora_rl.runtime.session import Ending, Session
-from dora_rl.runtime.train import execute, prepare, read_config, resume
+from dora_rl.runtime.execution import execute
+from dora_rl.runtime.launchers.local import launcher as local
+from dora_rl.runtime.launchers.local.processes import WorkerProcess
+from dora_rl.runtime.launchers.local.site import Site
+from dora_rl.runtime.prepare.plan import plan_resume, prepare, read_config
+from dora_rl.runtime.records.run_files import Ending, RunFiles
 from tests.runtime.harness import PROMPTS, assert_sound, records, settings, trained
 from tests.runtime.test_local import ALONE, LOCAL, Killer, has_trained
 
@@ -322,23 +324,22 @@ def test_the_setting_is_checked(value: Any) -> None:
 
 
 @pytest.fixture
-def part(tmp_path: Path) -> Iterator[PartProcess]:
-    setup = ms.Setup(
-        role="rollout", config={}, model="m", weights="w", threads=1, driver=os.getpid()
-    )
-    process = PartProcess("the part", setup, tmp_path / "log")
+def part(tmp_path: Path) -> Iterator[WorkerProcess]:
+    setup = ms.Setup(role="rollout", config={}, threads=1)
+    site = Site("m", str(tmp_path), os.getpid())
+    process = WorkerProcess("the part", setup, site, tmp_path / "log")
     yield process
     process.end()
 
 
-def test_a_death_by_a_foreign_hand_says_whose(part: PartProcess) -> None:
+def test_a_death_by_a_foreign_hand_says_whose(part: WorkerProcess) -> None:
     os.kill(part.pid, signal.SIGKILL)
     assert part.death(lambda: "by a bear") == "the part ended with signal SIGKILL, by a bear"
     assert part.death(lambda: None) == "the part ended with signal SIGKILL"
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_nobody_is_blamed_for_other_deaths(how: signal.Signals, part: PartProcess) -> None:
+def test_nobody_is_blamed_for_other_deaths(how: signal.Signals, part: WorkerProcess) -> None:
     if how is signal.SIGKILL:
         part.kill()
     else:
@@ -368,7 +369,7 @@ def test_a_run_that_gets_short_of_memory_saves_and_goes_on_later(
         def read() -> Left:
             return LITTLE if has_trained(out) else PLENTY
 
-        return Watch(bound_mb, read=read, every_s=0.05)
+        return Watch(bound_mb, read=read, every_s=0.0)  # a fast machine takes a step in 20 ms
 
     with monkeypatch.context() as patch:
         patch.setattr(local, "Watch", watch)
@@ -385,7 +386,7 @@ def test_a_run_that_gets_short_of_memory_saves_and_goes_on_later(
     resolved = (out / "config.toml").read_text()
     assert "instances = 2" in resolved
     (out / "config.toml").write_text(resolved.replace("instances = 2", "instances = 1"))
-    ended = execute(resume(out))
+    ended = execute(plan_resume(out))
     assert_sound(ended)
     after = trained(out)
     assert after[: len(before)] == before
@@ -410,12 +411,12 @@ class OutOfMemory(Killer):
 def killed_run(model: Path, out: Path, times: int, bound_mb: int = 256) -> Ending:
     config = read_config(settings(model, out, **ALONE, run={"steps": 6}))
     kernel = OutOfMemory(times)
-    with Session(prepare(config, prompts=PROMPTS), listeners=[kernel]) as session:
+    with RunFiles(prepare(config, prompts=PROMPTS), listeners=[kernel]) as files:
         watch = Watch(bound_mb, read=lambda: PLENTY, kills=lambda: kernel.kills)
         try:
-            ending = local.LocalRuntime(session, watch).run()
+            ending = local.LocalRuntime(files, watch).run()
         finally:
-            _, audit = session.close(Ending(False, "as it ended"), 1.0)
+            _, audit = files.close(Ending(False, "as it ended"), 1.0)
     assert kernel.kills == times
     assert audit.ok
     return ending
@@ -432,7 +433,7 @@ def test_a_part_that_the_kernel_kills_twice_ends_the_run(model: Path, tmp_path: 
         lost
         == ["rollout instance 0 ended with signal SIGKILL, killed by the kernel: out of memory"] * 2
     )
-    assert_sound(execute(resume(out, prompts=PROMPTS)))
+    assert_sound(execute(plan_resume(out, prompts=PROMPTS)))
 
 
 def test_a_part_that_is_killed_even_while_the_run_stops_ends_it_at_once(
@@ -442,8 +443,8 @@ def test_a_part_that_is_killed_even_while_the_run_stops_ends_it_at_once(
     config = read_config(settings(model, tmp_path / "run", **ALONE))
     count = 0
     watch = Watch(256, read=lambda: PLENTY, kills=lambda: count)
-    with Session(prepare(config, prompts=PROMPTS)) as session:
-        runtime = local.LocalRuntime(session, watch)
+    with RunFiles(prepare(config, prompts=PROMPTS)) as files:
+        runtime = local.LocalRuntime(files, watch)
         for count in (1, 2, 3):
             why = watch.blame()
             assert why is not None
@@ -461,15 +462,16 @@ def test_kills_are_only_told_where_memory_is_not_watched(model: Path, tmp_path: 
 
 
 @pytest.mark.skipif(not memory_watch().in_force, reason="memory is watched on Linux alone")
+@pytest.mark.parametrize("command", ["train", "check"])
 def test_nothing_is_written_where_memory_is_short_already(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
     config = settings(model, out, **LOCAL, task={"prompts": str(tmp_path / "prompts.jsonl")})
     write(tmp_path / "prompts.jsonl", *(json.dumps(row) for row in PROMPTS))
     (tmp_path / "config.toml").write_text(tomli_w.dumps(config))
     bound = "runtime.min_free_memory_mb=1000000000"
-    assert cli.main(["train", str(tmp_path / "config.toml"), "--set", bound]) == 2
+    assert cli.main([command, str(tmp_path / "config.toml"), "--set", bound]) == 2
     said = capsys.readouterr().err
     assert "min_free_memory_mb: `1000000000`. Free some, or lower it (0: not watched)." in said
     assert not out.exists()

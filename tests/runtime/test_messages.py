@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_rl.core import commands as cm
-from dora_rl.core import events as ev
-from dora_rl.core.codec import encode_event
-from dora_rl.core.types import BatchGroup, Length, Move, Placement, Segment
+from dora_rl.core.history.codec import encode_event
+from dora_rl.core.protocol import commands as cm
+from dora_rl.core.protocol import events as ev
+from dora_rl.core.protocol.types import BatchGroup, Length, Move, Placement, Segment
 from dora_rl.machine.fast_paths import Trial
-from dora_rl.runtime import messages as ms
-from dora_rl.samples import Sample, Span, Trajectory
+from dora_rl.runtime.control import messages as ms
+from dora_rl.samples import RecordRef, SampleRef, TrajectoryRef
 
 Ids = st.integers(0, 2**53)
 Texts = st.text(max_size=12)
@@ -26,36 +26,32 @@ def some(values: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
 
 
 Segments = some(st.builds(Segment, Ids, Texts, Ids))
-Spans = some(st.builds(Span, Ids, Ids))
 Placements = some(st.builds(Placement, Ids, Ids))
 Moves = some(st.builds(Move, Ids, Ids, Ids))
 Lengths = some(st.builds(Length, Ids, Ids, Ids))
 Groups = some(st.builds(BatchGroup, Ids, Ids, some(Ids)))
-Logprobs = some(Finite)
+Records = st.builds(RecordRef, Ids, Ids, Ids, Ids, Ids, st.integers(-(2**63), 2**63 - 1))
 Prefixes = st.builds(
     ms.Prefix,
     trajectory=Ids,
     fence=Ids,
-    start=Ids,
-    tokens=Tokens,
-    logprobs=Logprobs,
+    pieces=some(st.builds(ms.Piece, Ids, Ids, Records)),
     segments=Segments,
 )
 Trajectories = st.builds(
-    Trajectory,
-    trajectory=Ids,
+    TrajectoryRef,
+    id=Ids,
     group=Ids,
     version=Ids,
-    prompt=Tokens,
-    tokens=Tokens,
-    logprobs=Logprobs,
+    num_prompt=Ids,
+    num_tokens=Ids,
+    num_sampled=Ids,
     segments=Segments,
     truncated=st.booleans(),
-    observed=Spans,
-    turns=st.integers(1, 9),
+    content=Records,
 )
 Parts = st.dictionaries(Texts, Finite, max_size=3)
-Samples = st.builds(Sample, trajectory=Trajectories, reward=Finite, parts=Parts)
+Samples = st.builds(SampleRef, trajectory=Trajectories, reward=Finite, parts=Parts)
 Commands = st.one_of(
     st.builds(cm.Cancel, Ids, Ids, Ids),
     st.builds(cm.Install, Ids, Ids, Ids, st.none() | Ids, st.booleans()),
@@ -76,6 +72,7 @@ Events = st.one_of(
     st.builds(ev.InstallFailed, Ids, Ids, Ids, Texts),
     st.builds(ev.TrajectoryPaused, Ids, Ids, Ids),
     st.builds(ev.TrajectoryFailed, Ids, Ids, Texts),
+    st.builds(ev.TrajectoryRefused, Ids, Ids, Texts),
     st.builds(ev.TrajectoriesParked, Ids, Ids, Placements),
     st.builds(ev.MigrationCompleted, Ids, Placements),
     st.builds(ev.MigrationFailed, Ids, Texts),
@@ -88,13 +85,10 @@ BUILDS: dict[type, st.SearchStrategy[Any]] = {
         ms.Setup,
         role=st.sampled_from(["rollout", "trainer"]),
         config=Configs,
-        model=Texts,
-        weights=Texts,
         threads=Ids,
-        driver=Ids,
         instance=Ids,
         incarnation=Ids,
-        checkpoint=Failure,
+        checkpoint=st.none() | Ids,
         evaluation=st.booleans(),
     ),
     ms.Shutdown: st.builds(ms.Shutdown),
@@ -102,8 +96,8 @@ BUILDS: dict[type, st.SearchStrategy[Any]] = {
     ms.Begin: st.builds(ms.Begin, Ids, Ids, Ids, Ids, Tokens, st.booleans(), st.none() | Prefixes),
     ms.Continue: st.builds(ms.Continue, Ids, Ids, Ids, Tokens),
     ms.Conclude: st.builds(ms.Conclude, Ids, Ids),
-    ms.HandOver: st.builds(ms.HandOver, Ids, Moves, Texts),
-    ms.TakeOver: st.builds(ms.TakeOver, Ids, Texts),
+    ms.HandOver: st.builds(ms.HandOver, Ids, Moves),
+    ms.TakeOver: st.builds(ms.TakeOver, Ids),
     ms.SavePrefixes: st.builds(ms.SavePrefixes),
     ms.Reported: Events.map(ms.Reported.of),
     ms.Finished: st.builds(ms.Finished, Ids, Trajectories),
@@ -114,7 +108,7 @@ BUILDS: dict[type, st.SearchStrategy[Any]] = {
     ms.TrainOn: st.builds(ms.TrainOn, Ids, some(Ids), some(Samples)),
     ms.Redo: st.builds(ms.Redo, Ids, some(Ids), some(Samples)),
     ms.PublishVersion: st.builds(ms.PublishVersion, Ids),
-    ms.Save: st.builds(ms.Save, Texts),
+    ms.Save: st.builds(ms.Save, Ids),
     ms.TrainerReady: st.builds(ms.TrainerReady),
     ms.Progressed: st.builds(ms.Progressed),
     ms.Trained: st.builds(ms.Trained, Ids, Ids, Finite, Parts),
@@ -123,7 +117,7 @@ BUILDS: dict[type, st.SearchStrategy[Any]] = {
     ms.Redone: st.builds(ms.Redone, Ids, Failure),
     ms.Published: st.builds(ms.Published, Ids, Texts, Finite),
     ms.NotPublished: st.builds(ms.NotPublished, Ids, Texts),
-    ms.Saved: st.builds(ms.Saved, Texts, Failure),
+    ms.Saved: st.builds(ms.Saved, Ids, Failure),
     ms.Tried: st.builds(
         ms.Tried, st.dictionaries(Texts, st.builds(Trial, st.booleans(), Texts, st.integers(0, 99)))
     ),

@@ -1,17 +1,23 @@
 """What a run's records add up, also when an instance or the trainer says something again."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_rl.core.commands import Train
-from dora_rl.core.events import BatchTrained, InstanceJoined
 from dora_rl.core.orchestrator import Orchestrator
-from dora_rl.core.settings import ParadigmName, Settings
-from dora_rl.runtime import messages as ms
-from dora_rl.runtime.recording import Recorder, StepRecord
+from dora_rl.core.protocol.commands import AbortMigration, Fail, Release, Reserve, Train
+from dora_rl.core.protocol.events import BatchTrained, InstanceJoined, TimerFired
+from dora_rl.core.protocol.reasons import MOST_REASONS, OTHER_REASONS
+from dora_rl.core.protocol.settings import ParadigmName, Settings
+from dora_rl.core.protocol.types import Move
+from dora_rl.observe.placements import Placements
+from dora_rl.runtime.control import messages as ms
+from dora_rl.runtime.records.step_metrics import Recorder, StepRecord, read_records
 
 Growth = tuple[int, int, int, int, int, int]
 growths = st.tuples(*[st.integers(min_value=0, max_value=3)] * 6)
@@ -69,6 +75,52 @@ def test_what_an_instance_says_again_is_not_added_again(
     assert record(twice) == record(once)
 
 
+def test_a_move_that_is_given_up_is_forgotten() -> None:
+    recorder = recorder_of()
+    move = Move(0, 1, 2)
+    recorder.observed(
+        0.0, TimerFired(), [Reserve(0, 0, 1, 0, (move,)), Reserve(1, 0, 1, 0, (move,))]
+    )
+    recorder.observed(0.0, TimerFired(), [AbortMigration(0)])
+    recorder.observed(0.0, TimerFired(), [Release(1)])
+    assert not recorder._moves
+    assert recorder.reading().migrated == 1
+
+
+def test_so_many_reasons_are_told_apart() -> None:
+    recorder = recorder_of()
+    for number in range(MOST_REASONS + 50):
+        recorder.observed(0.0, TimerFired(), [Fail(number, f"reason {number}")])
+    assert len(recorder.failures) == MOST_REASONS + 1
+    assert recorder.failures["reason 7"] == 1
+    assert recorder.failures[OTHER_REASONS] == 50
+
+
+def test_a_line_that_is_no_record_is_named_unless_a_kill_cut_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = msgspec.json.encode(record(recorder_of())) + b"\n"
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(one + one[: len(one) // 2])
+    assert len(read_records(file)) == 1
+    assert not caplog.messages
+    file.write_bytes(one + b"\0" * 9 + b"\n" + one)
+    assert len(read_records(file)) == 2
+    (said,) = caplog.messages
+    assert f"`{file}` line 2 is left out" in said
+
+
+def test_a_step_is_counted_from_its_event() -> None:
+    """Which a resume replays; the report before it, a moment earlier, it does not hear of."""
+    live, replayed = recorder_of(), recorder_of()
+    live.trained(1.0, ms.Trained(0, 0, 1.0, {}), [])
+    for recorder in (live, replayed):
+        recorder.observed(1.001, BatchTrained(0), [])
+        recorder.trained(3.0, ms.Trained(1, 0, 1.0, {}), [])
+    assert live.last == replayed.last
+    assert live.last is not None and live.last.step_s == 3.0 - 1.001
+
+
 def test_devices_are_taken_until_the_step_is_that_is_under_way() -> None:
     """Not until an earlier one is told of again."""
     recorder = recorder_of(ParadigmName.SYNC)
@@ -79,3 +131,17 @@ def test_devices_are_taken_until_the_step_is_that_is_under_way() -> None:
     recorder.observed(15.0, BatchTrained(1), [])
     recorder.observed(17.0, BatchTrained(1), [])
     assert recorder.reading().slots_s == 100.0 - 5.0 * 4
+
+
+def test_slot_time_that_an_earlier_process_lost_is_not_taken_from_this_one() -> None:
+    recorder = recorder_of(ParadigmName.SYNC)
+    tell(recorder, joined(0))
+    recorder.observed(10.0, BatchTrained(0), [Train(1, ())])
+    recorder.observed(15.0, BatchTrained(1), [])
+    recorder.resumed([], recorder._state, Placements())
+    tell(recorder, joined(1))
+    tell(recorder, ms.Used(8.0, 2.0, 0, 0, 0, 0))
+    recorder.trained(20.0, ms.Trained(2, 0, 1.0, {}), [])
+    assert recorder.last is not None
+    assert recorder.last.bubble_share == 1 - 2.0 / 8.0
+    assert recorder.last.step_s == 5.0

@@ -1,26 +1,34 @@
 """A run that was stopped goes on; one that cannot is refused by name."""
 
 import copy
+import json
+import os
 import shutil
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dora_rl.core.audit import audit_journal
-from dora_rl.core.commands import Command, Start
-from dora_rl.core.errors import UserError
-from dora_rl.core.events import Event, TrajectoryFinished, WeightsPublished
-from dora_rl.core.replay import replay
-from dora_rl.runtime.inline import InlineRuntime
-from dora_rl.runtime.listening import Listener
-from dora_rl.runtime.resuming import steps_to_redo
-from dora_rl.runtime.session import Ending, Session
-from dora_rl.runtime.train import Run, execute, prepare, read_config, resume
-from dora_rl.store.ledger import Ledger
-from dora_rl.store.rundir import LEDGER
+from dora_rl.core.history.replay import replay
+from dora_rl.core.protocol.commands import Command, Start
+from dora_rl.core.protocol.errors import UserError
+from dora_rl.core.protocol.events import Event, TrajectoryFinished, WeightsPublished
+from dora_rl.observe.live import Status
+from dora_rl.runtime.control.listeners import Listener
+from dora_rl.runtime.display.progress import Follower
+from dora_rl.runtime.execution import Run, execute
+from dora_rl.runtime.launchers.inline import InlineRuntime
+from dora_rl.runtime.prepare.plan import plan_resume, prepare, read_config
+from dora_rl.runtime.records.resume import steps_to_redo
+from dora_rl.runtime.records.run_files import Ending, RunFiles
+from dora_rl.runtime.records.step_metrics import StepRecord, read_records
+from dora_rl.store.ledger import Changes, CheckpointRow, Ledger, LedgerError
+from dora_rl.store.rundir import LEDGER, TRAJECTORIES
 from dora_rl.weights.versions import published_versions
 from tests.runtime.harness import (
     PROMPTS,
@@ -60,12 +68,12 @@ class Stopper(Listener):
 def stopped(plan: Any, moment: Moment) -> Ending:
     """Run until a moment; closed as `execute` does it."""
     stopper = Stopper(moment)
-    with Session(plan, listeners=[stopper]) as session:
-        stopper.runtime = runtime = InlineRuntime(session)
+    with RunFiles(plan, listeners=[stopper]) as files:
+        stopper.runtime = runtime = InlineRuntime(files)
         ending = runtime.run()
-        session.close(ending, 1.0)
+        files.close(ending, 1.0)
     assert stopper.asked
-    assert ending == Ending(True, ending.reason, interrupted=True)
+    assert ending == Ending(False, ending.reason, interrupted=True)
     return ending
 
 
@@ -87,7 +95,7 @@ def plan_of(model: Path, out: Path, **sections: dict[str, Any]) -> Any:
 
 
 def go_on(directory: Path) -> Run:
-    return execute(resume(directory, prompts=PROMPTS))
+    return execute(plan_resume(directory, prompts=PROMPTS))
 
 
 MOMENTS: dict[str, Callable[[], Moment]] = {
@@ -117,13 +125,94 @@ def test_a_stopped_run_goes_on(moment: str, model: Path, tmp_path: Path) -> None
     for step, version, trajectory in after:
         assert 0 <= step - version <= 2
         assert issued.get(trajectory, version) == version  # it kept its version, and so its age
-    assert [record.step for record in ended.steps] == list(range(STEPS))
+    assert [record.step for record in ended.steps] == list(range(1, STEPS + 1))
 
 
 def versions(directory: Path) -> dict[int, int]:
     """The version of each trajectory that was started."""
     commands = [c for record in records(directory) for c in record.commands]
     return {c.trajectory: c.version for c in commands if isinstance(c, Start)}
+
+
+def assert_consecutive(steps: Sequence[StepRecord]) -> None:
+    """Each step takes the time since the one before it, whoever carried the run then."""
+    times = [0.0, *(record.time_s for record in steps)]
+    assert [record.step_s for record in steps] == pytest.approx(
+        [after - before for before, after in pairwise(times)]
+    )
+    assert [record.step for record in steps] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize("paradigm", ["multi_version", "sync"])
+def test_a_step_after_a_resume_has_its_own_time_alone(
+    paradigm: str, model: Path, tmp_path: Path
+) -> None:
+    sections = {"orchestration": {"paradigm": paradigm}, "rollout": {"slots": 2}}
+    whole = execute(plan_of(model, tmp_path / "whole", **sections))
+    stopped(plan_of(model, tmp_path / "run", **sections), published(3))
+    ended = go_on(tmp_path / "run")
+    for steps in (whole.steps, ended.steps):
+        assert_consecutive(steps)
+        assert all(record.deadline_stall_s <= record.step_s for record in steps)
+
+
+def test_a_step_after_a_checkpoint_has_its_own_time_alone(model: Path, tmp_path: Path) -> None:
+    """In one process that goes on anew at each checkpoint."""
+    run = {**LONG["run"], "checkpoint_every": 2}
+    assert_consecutive(execute(plan_of(model, tmp_path / "run", run=run)).steps)
+
+
+def test_a_stopped_run_has_not_ended_well(model: Path, tmp_path: Path) -> None:
+    def stop(record: StepRecord) -> None:
+        if record.step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    ended = execute(plan_of(model, tmp_path / "run"), watch=[stop])
+    assert ended.ending.interrupted and ended.audit.ok
+    assert not ended.ok
+    assert json.loads((tmp_path / "run" / "metrics.json").read_text())["ok"] is False
+    assert go_on(tmp_path / "run").ok
+
+
+def test_steps_that_were_counted_from_0_are_read_and_go_on(model: Path, tmp_path: Path) -> None:
+    """As an older dora-rl has written them."""
+    out = tmp_path / "run"
+    stopped(plan_of(model, out), published(3))
+    metrics = out / "metrics.jsonl"
+    older = [json.loads(line) for line in metrics.read_text().splitlines()]
+    for record in older:
+        record["step"] -= 1
+    metrics.write_text("".join(json.dumps(record) + "\n" for record in older))
+    assert [record.step for record in read_records(metrics)] == [1, 2, 3]
+    assert [record.step for record in go_on(out).steps] == list(range(1, STEPS + 1))
+
+
+class Shown(Listener):
+    """How far the display says that a run is, when it is resumed and with every event after."""
+
+    def __init__(self, status: Status) -> None:
+        self.status = status
+        self.at_first: tuple[int, list[float]] | None = None
+        self.seen: list[int] = []
+
+    def resumed(self, records: Sequence[Any], state: Any, placements: Any) -> None:
+        self.at_first = self.status.steps_done, list(self.status.rewards)
+
+    def observed(self, now: float, event: Event, commands: Sequence[Command]) -> None:
+        if self.at_first is not None:
+            self.seen.append(self.status.steps_done)
+
+
+def test_the_display_of_a_resumed_run_begins_where_it_was(model: Path, tmp_path: Path) -> None:
+    stopped(plan_of(model, tmp_path / "run"), published(3))
+    before = [record.reward_mean for record in read_records(tmp_path / "run" / "metrics.jsonl")]
+    plan = plan_resume(tmp_path / "run", prompts=PROMPTS)
+    follower = Follower(plan)
+    assert (follower.status.steps_done, follower.status.rewards) == (3, before)
+    shown = Shown(follower.status)
+    execute(plan, listeners=[follower, shown])
+    assert shown.at_first == (3, before)
+    assert shown.seen == sorted(shown.seen) and set(shown.seen) == {3, 4, 5}
 
 
 def test_what_was_written_is_not_written_again(model: Path, tmp_path: Path) -> None:
@@ -143,8 +232,8 @@ def test_what_was_written_is_not_written_again(model: Path, tmp_path: Path) -> N
 def test_a_run_can_be_stopped_again_and_again(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     stopped(plan_of(model, out), published(1))
-    stopped(resume(out, prompts=PROMPTS), published(2))
-    stopped(resume(out, prompts=PROMPTS), published(4))
+    stopped(plan_resume(out, prompts=PROMPTS), published(2))
+    stopped(plan_resume(out, prompts=PROMPTS), published(4))
     ended = go_on(out)
     assert_sound(ended)
     assert [step for step, _, _ in trained(out)] == [s for s in range(STEPS) for _ in range(4)]
@@ -155,7 +244,7 @@ def test_a_run_can_be_stopped_as_soon_as_it_goes_on(model: Path, tmp_path: Path)
     out = tmp_path / "run"
     stopped(plan_of(model, out, run={"steps": STEPS, "keep_checkpoints": 1}), published(2))
     for _ in range(2):
-        ending = stopped(resume(out, prompts=PROMPTS), lambda event: True)
+        ending = stopped(plan_resume(out, prompts=PROMPTS), lambda event: True)
         assert ending.reason == "stopped after 2 steps"
         assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-2"]
     assert_sound(go_on(out))
@@ -201,24 +290,24 @@ def test_an_episode_begins_anew(model: Path, tmp_path: Path) -> None:
 RECOMPUTE = {"train": {"behaviour": "recompute"}}
 
 
-class Committer(Listener):
+class Committing(Listener):
     """Commits all the time, as a run in processes does, and sees what a resume would find."""
 
     def __init__(self) -> None:
-        self.session: Session | None = None
+        self.files: RunFiles | None = None
         self.redone: list[int] = []  # how many steps a trainer that dies now would take again
         self.missing: set[int] = set()  # versions that it would not find
         self.unleased: set[int] = set()  # versions that are there though the core let go of them
 
     def observed(self, now: float, event: Event, commands: Sequence[Command]) -> None:
-        session = self.session
-        if session is None:
+        files = self.files
+        if files is None:
             return
-        session.commit()
+        files.committer.commit()
         if not isinstance(event, WeightsPublished):
             return
-        state, there = session.orchestrator.state, set(published_versions(session.weights))
-        steps = list(steps_to_redo(session.ledger, state.trainer.step))
+        state, there = files.orchestrator.state, set(published_versions(files.weights))
+        steps = list(steps_to_redo(files.ledger, state.trainer.step))
         samplers = {
             segment.version
             for step in steps
@@ -230,19 +319,19 @@ class Committer(Listener):
         self.unleased |= there - state.versions.live.keys()
 
 
-def committed(plan: Any) -> tuple[Committer, list[int]]:
+def committed(plan: Any) -> tuple[Committing, list[int]]:
     """A run with a commit at every event; the versions that it left."""
-    seen = Committer()
+    seen = Committing()
     while True:
-        with Session(plan, listeners=[seen]) as session:
-            runtime = InlineRuntime(session)
-            seen.session = session
+        with RunFiles(plan, listeners=[seen]) as files:
+            runtime = InlineRuntime(files)
+            seen.files = files
             ending = runtime.run()
-            seen.session = None
-            session.close(ending, 1.0)
+            seen.files = None
+            files.close(ending, 1.0)
         if not ending.paused:
             assert ending.ok, ending
-            return seen, published_versions(session.weights)
+            return seen, published_versions(files.weights)
         plan = replace(plan, resumed=True)
 
 
@@ -270,9 +359,10 @@ def test_a_run_that_does_not_last_ends_all_the_same(model: Path, tmp_path: Path)
     ended = run(model, tmp_path / "run", run=settings)
     assert_sound(ended)
     assert len(ended.steps) == 3
+    assert not (ended.directory / TRAJECTORIES).exists()
     stopped(plan_of(model, tmp_path / "stopped", run=settings), published(1))
     with pytest.raises(UserError, match=r"nothing to resume in .*: run\.durable is off"):
-        resume(tmp_path / "stopped", prompts=PROMPTS)
+        plan_resume(tmp_path / "stopped", prompts=PROMPTS)
 
 
 # Refusals
@@ -372,6 +462,26 @@ def test_a_damaged_run_is_refused_and_left_as_it_was(name: str, left: Path, tmp_
     assert names(out) == files
 
 
+@pytest.mark.parametrize(
+    "name", ["../../elsewhere/step-2", "{outside}/step-2", "..", "step-1", "step-2/../step-2", ""]
+)
+def test_a_checkpoint_by_a_forged_name_is_refused(name: str, left: Path, tmp_path: Path) -> None:
+    """Though what it names is a whole checkpoint, and every row is sealed as it should be."""
+    out = tmp_path / "run"
+    shutil.copytree(left, out)
+    for elsewhere in (tmp_path / "elsewhere" / "step-2", out / "checkpoints" / "step-1"):
+        shutil.copytree(out / "checkpoints" / "step-2", elsewhere)
+    forged = name.format(outside=tmp_path / "elsewhere")
+    with Ledger.open(out / LEDGER) as ledger:
+        ledger.commit(Changes(ledger.position, checkpoints=[CheckpointRow(2, forged)]))
+    files = names(out)
+    with pytest.raises(LedgerError) as refusal:
+        go_on(out)
+    assert f"`{out / LEDGER}`" in str(refusal.value)
+    assert f"checkpoint of step 2 is named `{forged}`" in str(refusal.value)
+    assert names(out) == files
+
+
 def test_a_refused_run_can_still_be_resumed(left: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     shutil.copytree(left, out)
@@ -385,32 +495,39 @@ def test_a_refused_run_can_still_be_resumed(left: Path, tmp_path: Path) -> None:
     assert_sound(go_on(out))
 
 
+def test_a_resumed_run_is_hidden_from_rewards_where_it_is(left: Path, tmp_path: Path) -> None:
+    """Its configuration may name another place, or none."""
+    moved = tmp_path / "moved"
+    shutil.copytree(left, moved)
+    assert plan_resume(moved, prompts=PROMPTS).task._hidden == (os.path.realpath(moved),)
+
+
 def test_other_prompts_are_refused_unless_accepted(left: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     shutil.copytree(left, out)
     others = [{"prompt": "something else", "turns": 1}]
     with pytest.raises(UserError, match="prompts: the prompts changed"):
-        resume(out, prompts=others)
+        plan_resume(out, prompts=others)
     with pytest.raises(UserError, match="--accept-changed prompts"):
-        resume(out, prompts=others, accept_changed=["reward"])
+        plan_resume(out, prompts=others, accept_changed=["reward"])
     with pytest.raises(UserError, match="`seed`"):
-        resume(out, prompts=others, accept_changed=["seed"])
-    assert_sound(execute(resume(out, prompts=others, accept_changed=["prompts"])))
+        plan_resume(out, prompts=others, accept_changed=["seed"])
+    assert_sound(execute(plan_resume(out, prompts=others, accept_changed=["prompts"])))
 
 
 def test_what_was_accepted_is_not_asked_for_again(left: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     shutil.copytree(left, out)
     others = [{"prompt": "something else", "turns": 1}]
-    plan = resume(out, prompts=others, accept_changed=["prompts"])
-    with Session(plan):
+    plan = plan_resume(out, prompts=others, accept_changed=["prompts"])
+    with RunFiles(plan):
         pass  # it came to nothing
     with pytest.raises(UserError, match="prompts: the prompts changed"):
-        resume(out, prompts=others)
+        plan_resume(out, prompts=others)
     stopped(plan, published(3))
     with pytest.raises(UserError, match="prompts: the prompts changed"):
-        resume(out, prompts=PROMPTS)
-    assert_sound(execute(resume(out, prompts=others)))
+        plan_resume(out, prompts=PROMPTS)
+    assert_sound(execute(plan_resume(out, prompts=others)))
 
 
 def test_a_directory_is_the_same_to_a_resume_from_elsewhere(
@@ -424,7 +541,7 @@ def test_a_directory_is_the_same_to_a_resume_from_elsewhere(
     task = {"writable": ["scores"]}
     stopped(plan_of(model, out, task=task), published(1))
     monkeypatch.chdir(there)
-    plan = resume(out, prompts=PROMPTS)
+    plan = plan_resume(out, prompts=PROMPTS)
     assert plan.task.settings.writable == (str(here / "scores"),)
     assert_sound(execute(plan))
 
@@ -441,7 +558,7 @@ def test_a_setting_of_a_newer_version_is_no_change_unless_it_is_used(
         ledger.set_facts(facts)
     edit(out / "config.toml", "writable = []\n", f"writable = [{str(tmp_path)!r}]\n")
     with pytest.raises(UserError, match=r"task\.writable: was `nothing`, is"):
-        resume(out, prompts=PROMPTS)
+        plan_resume(out, prompts=PROMPTS)
     edit(out / "config.toml", f"writable = [{str(tmp_path)!r}]\n", "")
     assert_sound(go_on(out))
 
@@ -449,7 +566,7 @@ def test_a_setting_of_a_newer_version_is_no_change_unless_it_is_used(
 def test_a_run_that_has_ended_has_nothing_to_resume(model: Path, tmp_path: Path) -> None:
     ended = run(model, tmp_path / "run", run={"steps": 1})
     with pytest.raises(UserError, match="nothing to resume"):
-        resume(ended.directory, prompts=PROMPTS)
+        plan_resume(ended.directory, prompts=PROMPTS)
 
 
 def test_a_resumed_run_that_has_ended_has_nothing_to_resume(left: Path, tmp_path: Path) -> None:
@@ -457,7 +574,7 @@ def test_a_resumed_run_that_has_ended_has_nothing_to_resume(left: Path, tmp_path
     shutil.copytree(left, out)
     go_on(out)
     with pytest.raises(UserError, match="nothing to resume"):
-        resume(out, prompts=PROMPTS)
+        plan_resume(out, prompts=PROMPTS)
 
 
 def test_a_secret_is_written_nowhere_and_given_again(model: Path, tmp_path: Path) -> None:
@@ -468,9 +585,9 @@ def test_a_secret_is_written_nowhere_and_given_again(model: Path, tmp_path: Path
     for file in (path for path in out.rglob("*") if path.is_file()):
         assert secret.encode() not in file.read_bytes(), file
     with pytest.raises(UserError, match=r"--set task\.eval_options\.api_key=") as refusal:
-        resume(out, prompts=PROMPTS)
+        plan_resume(out, prompts=PROMPTS)
     assert secret not in str(refusal.value)
     with pytest.raises(UserError, match=r"no --set of `run\.seed`"):
-        resume(out, prompts=PROMPTS, secrets=["run.seed=3"])
+        plan_resume(out, prompts=PROMPTS, secrets=["run.seed=3"])
     again = [f'task.eval_options.api_key="{secret}"']
-    assert_sound(execute(resume(out, prompts=PROMPTS, secrets=again)))
+    assert_sound(execute(plan_resume(out, prompts=PROMPTS, secrets=again)))

@@ -1,15 +1,19 @@
 """One rollout instance: what it is asked, in any order, and what it says."""
 
+import errno
 import shutil
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-from dora_rl.core import commands as cm
-from dora_rl.core import events as ev
-from dora_rl.core.types import Length, Placement, Segment
-from dora_rl.runtime import messages as ms
+from dora_rl.core.protocol import commands as cm
+from dora_rl.core.protocol import events as ev
+from dora_rl.core.protocol.types import Length, Placement, Segment
+from dora_rl.runtime.control import messages as ms
+from dora_rl.samples import RecordRef
 from tests.runtime.instances import (
+    RECORDS,
     SAID,
     TOKENS,
     TURNS,
@@ -21,6 +25,7 @@ from tests.runtime.instances import (
     events,
     held,
     long_episode,
+    prefix_of,
     store,
     used,
 )
@@ -31,14 +36,32 @@ def root(tmp_path: Path) -> Path:
     return store(tmp_path / "versions", range(4))
 
 
+def test_a_heartbeat_without_news_repeats_what_was_told_last(root: Path) -> None:
+    """Also by a report of prefixes: else it would be news to the core each time."""
+    part = Part(root)
+    part.tell(begin(1, 1))
+    part.step(3)
+    for tell in (part.instance.report, part.instance.save_prefixes):
+        part.step()
+        tell()
+        told = [m.event for m in part.collect() if isinstance(m, ms.Reported | ms.Prefixes)]
+        (progress,) = [event for event in told if isinstance(event, ev.InstanceProgressed)]
+        assert progress.kv_tokens > 0
+        alive = ms.decode(ms.encode(part.instance.still_alive()))
+        assert isinstance(alive, ms.Reported)
+        assert alive.event == ev.InstanceProgressed(0, 0, progress.kv_tokens)
+
+
 # Versions
 
 
-def test_it_joins_with_one_version_slot_to_spare(root: Path) -> None:
-    part = Part(root, versions=())
+@pytest.mark.parametrize("version_slots", [1, 3])
+def test_it_joins_with_what_its_engine_has(root: Path, version_slots: int) -> None:
+    """How many of them are served is the core's setting: see `make_engine`."""
+    part = Part(root, versions=(), version_slots=version_slots)
     part.instance.join()
     part.collect()
-    assert part.events == [ev.InstanceJoined(0, 0, 4, 2048, 2)]
+    assert part.events == [ev.InstanceJoined(0, 0, 4, 2048, version_slots)]
 
 
 def test_an_install_is_told_with_the_digest_of_what_is_there(root: Path) -> None:
@@ -89,7 +112,7 @@ def test_a_trajectory_is_told_whole(root: Path) -> None:
     part.tell(begin(4, 10, version=3))
     part.run()
     whole = part.finished[4, 10]
-    assert (whole.trajectory, whole.group, whole.version) == (4, 2, 3)
+    assert (whole.id, whole.group, whole.version) == (4, 2, 3)
     assert whole.prompt == begin(4, 10).prompt
     assert 0 < len(whole.tokens) == len(whole.logprobs) <= TOKENS
     assert all(logprob < 0 for logprob in whole.logprobs)
@@ -139,7 +162,15 @@ def test_only_the_placement_that_is_named_is_cancelled(root: Path) -> None:
     assert part.do(cm.Cancel(1, 10, 0)) == []  # it has ended
 
 
-def test_a_request_that_is_refused_fails_alone(root: Path) -> None:
+def test_a_request_that_can_never_be_served_is_refused(root: Path) -> None:
+    """The prompt is longer than the context: the core must not try it again."""
+    part = Part(root)
+    (said,) = events(part.tell(replace(begin(2, 11), prompt=(1,) * 10_000)))
+    assert isinstance(said, ev.TrajectoryRefused)
+    assert (said.trajectory, said.fence) == (2, 11)
+
+
+def test_a_request_for_a_version_that_is_not_here_fails_alone(root: Path) -> None:
     part = Part(root)
     part.tell(begin(1, 10))
     (said,) = events(part.tell(begin(2, 11, version=1)))
@@ -299,6 +330,31 @@ def test_an_episode_without_room_can_only_be_concluded(root: Path) -> None:
     assert part.one(1).truncated == (len(said.tokens) == 3 and said.tokens[-1] != 0)
 
 
+@pytest.mark.parametrize("context", [30, 256])
+def test_room_is_what_an_answer_may_take_and_one_token_more(root: Path, context: int) -> None:
+    """Of max_tokens or of the context, whichever ends first: an answer within it is not refused."""
+    message = long_episode(root)
+    said = []
+    for most in (-1, 0):
+        part = Part(root, max_tokens=60, context=context)
+        part.tell(message)
+        turn = held(part)
+        assert turn.room == min(60, context - len(message.prompt)) - len(turn.tokens)
+        tokens = (5,) * (turn.room + most)
+        said += events(part.tell(ms.Continue(message.trajectory, 10, 0, tokens)))
+    assert [type(event) for event in said] == [ev.TrajectoryResumed, ev.TrajectoryFailed]
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+def test_a_concluded_episode_is_as_truncated_as_it_is_told(root: Path, truncated: bool) -> None:
+    message = long_episode(root)
+    part = Part(root, max_tokens=60)
+    part.tell(message)
+    held(part)  # the policy ended this turn
+    part.tell(ms.Conclude(message.trajectory, 10, truncated=truncated))
+    assert part.one(message.trajectory).truncated is truncated
+
+
 def test_an_answer_that_does_not_fit_fails_the_trajectory(root: Path) -> None:
     message = long_episode(root)
     part = Part(root, max_tokens=60)
@@ -387,3 +443,63 @@ def test_more_work_than_slots_is_not_more_than_busy(root: Path) -> None:
     part.step(4)
     found = used(part)
     assert found.busy_s == found.slots_s - start.slots_s == 8.0
+
+
+# No room in the transport
+
+
+class Full:
+    """A sink without room for the next so many records."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures = failures
+
+    def put(self, record: bytes) -> RecordRef:
+        if self.failures:
+            self.failures -= 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return RECORDS.put(record)
+
+    def close(self) -> None: ...
+
+
+def test_what_is_whole_waits_for_room(root: Path) -> None:
+    """A full disk is nobody's fault: no trajectory fails of it, and none overtakes another."""
+    part = Part(root)
+    part.instance.sink = Full(failures=3)
+    part.tell(begin(1, 10), begin(2, 11))
+    part.run()
+    assert not part.finished  # both tried, and the first of them twice
+    part.instance.report()
+    part.collect()
+    assert not part.finished
+    part.instance.report()
+    part.collect()
+    assert {name for name, _ in part.finished} == {1, 2}
+    assert part.one(1) == alone(root, begin(1, 10))
+    assert not [e for e in part.events if isinstance(e, ev.TrajectoryFailed)]
+
+
+def test_a_prefix_that_finds_no_room_is_saved_the_next_time(root: Path) -> None:
+    part = Part(root)
+    part.tell(begin(1, 10), begin(2, 11))
+    part.step(3)
+    part.instance.sink = Full(failures=1)
+    (first,) = part.tell(ms.SavePrefixes())
+    assert isinstance(first, ms.Prefixes) and first.prefixes == ()
+    (second,) = part.tell(ms.SavePrefixes())
+    assert isinstance(second, ms.Prefixes)
+    assert [(p.trajectory, p.num_tokens) for p in second.prefixes] == [(1, 3), (2, 3)]
+
+
+def test_a_prefix_that_is_lost_fails_its_trajectory_alone(root: Path) -> None:
+    part = Part(root)
+    whole = alone(root, begin(1, 10))
+    prefix = prefix_of(whole, 2, fence=9, segments=(Segment(0, digest(0), 2),))
+    (piece,) = prefix.pieces
+    lost = replace(prefix, pieces=(piece._replace(content=piece.content._replace(offset=10**6)),))
+    (said,) = events(part.tell(begin(1, 10, prefix=lost)))
+    assert said == ev.TrajectoryFailed(1, 10, "its prefix is lost")
+    part.tell(begin(1, 11))
+    part.run()
+    assert part.one(1).tokens == whole.tokens

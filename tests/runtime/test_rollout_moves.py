@@ -1,13 +1,15 @@
 """Trajectories that move between instances, or begin again from what was saved of them."""
 
+import struct
 from pathlib import Path
 
 import pytest
 
-from dora_rl.core import commands as cm
-from dora_rl.core import events as ev
-from dora_rl.core.types import Length, Move, Placement, Segment
-from dora_rl.runtime import messages as ms
+from dora_rl.core.protocol import commands as cm
+from dora_rl.core.protocol import events as ev
+from dora_rl.core.protocol.types import Length, Move, Placement, Segment
+from dora_rl.runtime.control import messages as ms
+from dora_rl.transports.kv.shared_directory import KvDirectory
 from tests.runtime.instances import (
     Journey,
     Part,
@@ -15,9 +17,11 @@ from tests.runtime.instances import (
     answer,
     begin,
     digest,
+    events,
     held,
     long_episode,
     store,
+    used,
 )
 
 
@@ -104,7 +108,7 @@ def test_what_is_taken_over_twice_is_undone_whole(root: Path, there: bool) -> No
     moving.take_over()
     if there:
         moving.file.write_bytes(content)
-    assert target.tell(ms.TakeOver(1, str(moving.file))) == []
+    assert target.tell(ms.TakeOver(1)) == []
     target.step()
     moving.abort()
     assert target.engine.idle
@@ -128,15 +132,21 @@ def test_a_target_without_room_or_version_refuses(root: Path) -> None:
     assert isinstance(said, ev.MigrationFailed) and "version 3" in said.reason
 
 
-def test_a_file_that_cannot_be_written_leaves_the_work_at_the_source(root: Path) -> None:
+def test_what_cannot_be_put_into_the_transport_stays_at_the_source(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("no space left")
+
     source, target = pair(root)
     source.tell(begin(1, 10))
     source.step(3)
     moving = journey(source, target)
-    moving.file = root / "nowhere" / "migration"
     moving.reserve()
-    said = moving.hand_over()
-    assert said.failure and "nowhere" in said.failure
+    with monkeypatch.context() as patch:
+        patch.setattr(KvDirectory, "put", fail)
+        said = moving.hand_over()
+    assert said.failure == "no space left"
     source.run()
     assert source.one(1) == alone(root, begin(1, 10))
 
@@ -167,6 +177,88 @@ def test_a_damaged_file_changes_nothing_at_the_target(root: Path, damage: str) -
     source.run()
     for name in (1, 2):
         assert source.one(name) == alone(root, begin(name, 10))
+
+
+@pytest.mark.parametrize("kv_export", [True, False])
+@pytest.mark.parametrize("what", ["token", "logprob", "digest"])
+def test_a_byte_that_was_altered_is_noticed(root: Path, what: str, kv_export: bool) -> None:
+    """Also in what no engine reads: a log-probability is trained on as it is."""
+    source, target = (Part(root, number, kv_export=kv_export) for number in (0, 1))
+    source.tell(begin(1, 10))
+    source.step(3)
+    moving = journey(source, target)
+    moving.reserve()
+    moving.hand_over()
+    whole, quiet = moving.file.read_bytes(), alone(root, begin(1, 10))
+    sought = {
+        "token": bytes(quiet.tokens[:3]),  # each below 128: a byte of msgpack
+        "logprob": struct.pack(">d", quiet.logprobs[1]),
+        "digest": digest(0).encode(),
+    }[what]
+    last = whole.index(sought) + len(sought) - 1
+    moving.file.write_bytes(whole[:last] + bytes([whole[last] ^ 1]) + whole[last + 1 :])
+    said = moving.take_over()
+    assert isinstance(said, ev.MigrationFailed) and "checksum" in said.reason
+    assert target.engine.idle
+    moving.abort()
+    source.run()
+    assert source.one(1) == quiet
+
+
+@pytest.mark.parametrize("phase", ["handed over", "taken over", "taken over, unheard"])
+def test_what_is_asked_for_twice_is_handed_over_once(root: Path, phase: str) -> None:
+    source, target = pair(root)
+    source.tell(begin(1, 10), begin(2, 11))
+    source.step(3)
+    moving = journey(source, target, Move(1, 10, 20), Move(2, 11, 21))
+    moving.reserve()
+    said = moving.hand_over()
+    assert len(said.moved) == 2
+    if phase == "handed over":
+        assert moving.hand_over() == said
+    moving.take_over()
+    if phase != "handed over":
+        assert moving.hand_over() == said
+    owner, other = target, source
+    if phase == "taken over, unheard":
+        owner, other = source, target
+        moving.abort()
+    else:
+        moving.release()
+    owner.run()
+    assert not other.instance.busy and not other.finished
+    for name in (1, 2):
+        assert owner.one(name) == alone(root, begin(name, 10))
+    assert not moving.file.exists()
+    assert not source.engine.load().versions[0].parked
+
+
+@pytest.mark.parametrize("end", ["released", "aborted", "aborted before"])
+def test_a_migration_that_has_ended_takes_nothing_more(root: Path, end: str) -> None:
+    """Nobody would release it, and it would stand still for ever."""
+    source, target = pair(root)
+    source.tell(begin(1, 10))
+    source.step(3)
+    moving = journey(source, target)
+    moving.reserve()
+    if end != "aborted before":
+        moving.hand_over()
+        content = moving.file.read_bytes()
+        moving.take_over()
+    if end == "released":
+        moving.release()
+        source.tell(begin(1, 10))
+    else:
+        moving.abort()
+    said = moving.hand_over()
+    assert said.failure == "migration 1 has ended here" and not said.moved
+    assert not moving.file.exists()
+    source.run()
+    assert source.one(1) == alone(root, begin(1, 10))
+    if end == "aborted":
+        moving.file.write_bytes(content)
+        assert moving.take_over() == ev.MigrationFailed(1, "migration 1 has ended here")
+        assert target.engine.idle and not moving.file.exists()
 
 
 def test_a_cancel_reaches_both_copies(root: Path) -> None:
@@ -249,6 +341,36 @@ def test_a_restart_from_a_prefix_is_the_same_trajectory(root: Path, after: int) 
     assert other.one(name) == alone(root, begin(name, 10))
 
 
+def test_other_weights_do_not_go_on_with_a_prefix(root: Path, tmp_path: Path) -> None:
+    """Under the same version: the tokens would be of two policies, and nobody would know."""
+    others = store(tmp_path / "others", [9])
+    (others / "9").rename(others / "0")
+    part, other = Part(root), Part(others, 1)
+    part.tell(begin(1, 10))
+    part.step(3)
+    (prefixes,) = part.tell(ms.SavePrefixes())
+    assert isinstance(prefixes, ms.Prefixes)
+    (prefix,) = prefixes.prefixes
+    (said,) = events(other.tell(begin(1, 11, prefix=prefix)))
+    assert isinstance(said, ev.TrajectoryFailed) and "digest-9" in said.reason
+    assert not other.instance.busy
+    assert other.tell(begin(1, 12)) == []  # from the start, on what is here
+    other.run()
+    assert [s.digest for s in other.one(1).segments] == ["digest-9"]
+
+
+def test_what_is_read_again_is_counted(root: Path) -> None:
+    part = Part(root)
+    part.tell(begin(1, 10))
+    part.step(3)
+    assert used(part).reread_tokens == 0
+    (prefixes,) = part.tell(ms.SavePrefixes())
+    assert isinstance(prefixes, ms.Prefixes)
+    other = Part(root, 1)
+    other.tell(begin(1, 11, prefix=prefixes.prefixes[0]))
+    assert used(other).reread_tokens == 3 + 3  # its prompt and what it had written
+
+
 @pytest.mark.parametrize("pieces", [(1, 1, 1), (2, 3), (1, 4, 2)])
 def test_prefixes_come_in_pieces(root: Path, pieces: tuple[int, ...]) -> None:
     total = sum(pieces)
@@ -261,7 +383,7 @@ def test_prefixes_come_in_pieces(root: Path, pieces: tuple[int, ...]) -> None:
         (prefixes,) = part.tell(ms.SavePrefixes())
         assert isinstance(prefixes, ms.Prefixes)
         (prefix,) = prefixes.prefixes
-        assert len(prefix.tokens) == piece
+        assert [found.num_tokens for found in prefix.pieces] == [piece]
         whole = prefix if whole is None else prefix.after(whole)
     assert whole is not None
     (nothing,) = part.tell(ms.SavePrefixes())

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_rl.core import commands as cm
-from dora_rl.core import events as ev
-from dora_rl.core.types import Fence, Move, Placement, TrajectoryId
-from dora_rl.runtime import messages as ms
+from dora_rl.core.protocol import commands as cm
+from dora_rl.core.protocol import events as ev
+from dora_rl.core.protocol.types import Fence, Move, Placement, TrajectoryId
+from dora_rl.runtime.control import messages as ms
 from dora_rl.samples import Trajectory
 from tests.runtime.instances import Journey, Part, alone, answer, begin, store
 
@@ -31,14 +31,20 @@ class Phase(Enum):
 class World:
     """Keeps the books that the core and the driver would, and asks for what it is told to."""
 
-    def __init__(self, root: Path) -> None:
-        self.parts = [Part(root, number, slots=3, max_tokens=MAX_TOKENS) for number in (0, 1)]
+    def __init__(self, root: Path, kv_export: tuple[bool, bool] = (True, True)) -> None:
+        self.parts = [
+            Part(root, number, slots=3, max_tokens=MAX_TOKENS, kv_export=kv_export[number])
+            for number in (0, 1)
+        ]
         self.places: dict[TrajectoryId, tuple[int, Fence]] = {}
         self.parked: set[TrajectoryId] = set()
         self.turns: dict[TrajectoryId, ms.TurnEnded] = {}  # without an answer
         self.whole: dict[TrajectoryId, Trajectory] = {}
         self.journeys: dict[int, tuple[Journey, Phase]] = {}
+        self.handed: dict[int, ms.HandedOver] = {}  # the answers of the source
+        self.ended: list[Journey] = []
         self.moving: dict[TrajectoryId, int] = {}
+        self.others: list[int | None] = [None, None]  # a version beside that of the work
         self.last = 0
 
     def fence(self) -> Fence:
@@ -52,10 +58,10 @@ class World:
         for message in messages:
             match message:
                 case ms.Finished():
-                    name = message.trajectory.trajectory
+                    name = message.trajectory.id
                     if self.places.get(name) == (part, message.fence):
                         assert name not in self.whole
-                        self.whole[name] = message.trajectory
+                        self.whole[name] = self.parts[part].finished[name, message.fence]
                         del self.places[name]
                 case ms.TurnEnded():
                     if self.places.get(message.trajectory) == (part, message.fence):
@@ -128,8 +134,48 @@ class World:
     def hand_over(self, name: TrajectoryId, part: int) -> None:
         for key, (journey, phase) in self.journeys.items():
             if phase is Phase.RESERVED:
-                journey.hand_over()
+                self.handed[key] = journey.hand_over()
                 self.journeys[key] = journey, Phase.HANDED
+
+    def hand_over_again(self, name: TrajectoryId, part: int) -> None:
+        """A duplicate: the answer is the same, and nothing else moves."""
+        for key, (journey, phase) in self.journeys.items():
+            if phase is not Phase.RESERVED:
+                assert journey.hand_over() == self.handed[key]
+                assert journey.file.exists() == (phase is Phase.HANDED)
+
+    def take_over_again(self, name: TrajectoryId, part: int) -> None:
+        for journey, phase in self.journeys.values():
+            if phase in (Phase.UNHEARD, Phase.DONE):
+                assert journey.target.tell(ms.TakeOver(journey.name)) == []
+
+    def hand_over_late(self, name: TrajectoryId, part: int) -> None:
+        """A duplicate that comes when the migration has ended moves nothing."""
+        for journey in self.ended:
+            assert journey.hand_over().failure is not None
+            assert not journey.file.exists()
+
+    def change_version(self, name: TrajectoryId, part: int) -> None:
+        """Another version comes, gives way to the next, or goes; the work is not of it."""
+        one, here = self.parts[part], self.others[part]
+        if here is None:
+            one.do(cm.Install(part, 0, 1))
+            self.others[part] = 1
+        elif here == 1:
+            one.do(cm.Install(part, 0, 2, evict=1))
+            self.others[part] = 2
+        else:
+            one.do(cm.Evict(part, 0, 2))
+            self.others[part] = None
+        found = {0} if self.others[part] is None else {0, self.others[part]}
+        assert set(one.engine.load().versions) == found
+
+    def fail_to_install(self, name: TrajectoryId, part: int) -> None:
+        one = self.parts[part]
+        before = set(one.engine.load().versions)
+        one.engine.fail_next_load()
+        one.do(cm.Install(part, 0, 3, evict=self.others[part]))
+        assert set(one.engine.load().versions) == before, "a slot was free"
 
     def take_over(self, name: TrajectoryId, part: int) -> None:
         for key, (journey, phase) in self.journeys.items():
@@ -163,7 +209,7 @@ class World:
                 self._forget(key)
 
     def _forget(self, key: int) -> None:
-        del self.journeys[key]
+        self.ended.append(self.journeys.pop(key)[0])
         self.moving = {name: at for name, at in self.moving.items() if at != key}
 
     def end(self) -> None:
@@ -194,17 +240,22 @@ OPERATIONS: list[Callable[[World, TrajectoryId, int], None]] = [
     World.lose,
     World.reserve,
     World.hand_over,
+    World.hand_over_again,
+    World.hand_over_late,
     World.take_over,
+    World.take_over_again,
     World.take_over_unheard,
     World.release,
     World.abort,
+    World.change_version,
+    World.fail_to_install,
 ]
 
 
 @pytest.fixture(scope="module")
 def root() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp())
-    yield store(path / "versions", [0])
+    yield store(path / "versions", range(4))
     shutil.rmtree(path)
 
 
@@ -218,13 +269,14 @@ Stories = st.lists(
 )
 
 
-@given(story=Stories)
+@given(story=Stories, kv_export=st.tuples(st.booleans(), st.booleans()))
 def test_nothing_is_lost_finished_twice_or_changed(
     story: list[tuple[Callable[[World, TrajectoryId, int], None], TrajectoryId, int]],
+    kv_export: tuple[bool, bool],
     root: Path,
     undisturbed: dict[TrajectoryId, Trajectory],
 ) -> None:
-    world = World(root)
+    world = World(root, kv_export)
     for name in NAMES[:4]:
         world.start(name, name % 2)
     for operation, name, part in story:

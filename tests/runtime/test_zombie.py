@@ -16,27 +16,32 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 
-from dora_rl.chaos.processes import parts_below
-from dora_rl.core.commands import Command, Expel, Score, Start, Unpark
-from dora_rl.core.events import (
+from dora_rl.core.protocol.commands import Command, Expel, Score, Start, Unpark
+from dora_rl.core.protocol.events import (
     Event,
     InstanceFailed,
     InstanceProgressed,
     TrajectoryFinished,
     TrajectoryResumed,
 )
-from dora_rl.core.types import Fence, Placement, TrajectoryId
-from dora_rl.runtime import messages as ms
-from dora_rl.runtime.base import Runtime
-from dora_rl.runtime.driver import Driver
-from dora_rl.runtime.listening import Listener
-from dora_rl.runtime.local.processes import PartProcess
-from dora_rl.runtime.local.runtime import LocalRuntime
-from dora_rl.runtime.recording import StepRecord
-from dora_rl.runtime.train import Run
+from dora_rl.core.protocol.settings import Settings
+from dora_rl.core.protocol.types import Fence, Placement, TrajectoryId
+from dora_rl.faultlab.processes import workers_of_driver
+from dora_rl.runtime.control import messages as ms
+from dora_rl.runtime.control.driver import Driver
+from dora_rl.runtime.control.listeners import Listener
+from dora_rl.runtime.execution import Run
+from dora_rl.runtime.launchers.base import Runtime
+from dora_rl.runtime.launchers.local.launcher import LocalRuntime, Receive
+from dora_rl.runtime.launchers.local.processes import WorkerProcess
+from dora_rl.runtime.launchers.registry import using
+from dora_rl.runtime.records.run_files import RunFiles
+from dora_rl.runtime.records.step_metrics import StepRecord
+from dora_rl.samples import Trajectory, pack, pack_tokens
 from dora_rl.store.ledger import Ledger
-from dora_rl.store.rundir import LEDGER
-from dora_rl.tasks.workers.sessions import EnvReply
+from dora_rl.store.rundir import LEDGER, TRAJECTORIES
+from dora_rl.tasks.environment_pool import EnvReply
+from dora_rl.transports.samples.shared_directory import SampleWriter
 from tests.runtime.harness import REWARDS, Seen, assert_sound, children, records, run, weights
 
 LATER = 10  # messages of the same sender between one and its repetition
@@ -80,7 +85,7 @@ class Stopper(Listener):
 
 
 def process_of(instance: int) -> int:
-    return parts_below(os.getpid())[f"rollout-{instance}"]
+    return workers_of_driver(os.getpid())[f"rollout-{instance}"]
 
 
 @dataclass
@@ -172,29 +177,35 @@ def test_one_that_cannot_be_killed_cannot_commit(
                 os.kill(self.successor, signal.SIGSTOP)
                 os.kill(self.pid, signal.SIGCONT)
 
-    waker, seen = Waker(), Seen()
-    kill, take = PartProcess.kill, LocalRuntime._take
+    out = tmp_path / "run"
+    waker, seen = Waker(), Seen(out)
+    sink = SampleWriter(out / TRAJECTORIES, 999, 0)
+    kill = WorkerProcess.kill
     spared: list[int] = []
     said: Counter[str] = Counter()
 
-    def kill_but_not_it(process: PartProcess) -> None:
+    def kill_but_not_it(process: WorkerProcess) -> None:
         if process.pid == waker.pid:
             spared.append(process.pid)
         else:
             kill(process)
 
-    def listen(runtime: LocalRuntime, process: PartProcess, message: Any) -> None:
-        if process.pid == waker.pid and waker.successor is not None:
-            said[type(message).__name__] += 1
-            message = with_tokens(message, forged)
-        take(runtime, process, message)
-        if said["Finished"] == 1 and waker.successor is not None:
-            os.kill(waker.successor, signal.SIGCONT)
+    def around(receive: Receive) -> Receive:
+        def listen(process: WorkerProcess, message: Any) -> None:
+            if process.pid == waker.pid and waker.successor is not None:
+                said[type(message).__name__] += 1
+                message = with_tokens(message, forged, sink)
+            receive(process, message)
+            if said["Finished"] == 1 and waker.successor is not None:
+                os.kill(waker.successor, signal.SIGCONT)
 
-    monkeypatch.setattr(PartProcess, "kill", kill_but_not_it)
-    monkeypatch.setattr(LocalRuntime, "_take", listen)
+        return listen
+
+    monkeypatch.setattr(WorkerProcess, "kill", kill_but_not_it)
     sections = {**LOCAL, "run": {**LOCAL["run"], "steps": 8}}
-    ended = run(model, tmp_path / "run", waker, seen, **sections)
+    with using("local", lambda files: LocalRuntime(files, around_receive=around)):
+        ended = run(model, out, waker, seen, **sections)
+    sink.close()
     assert len(spared) > 1, "the core goes on asking for its end"
     assert said.keys() >= {"Finished", "Prefixes", "Reported"}
     assert_sound(ended)
@@ -202,21 +213,36 @@ def test_one_that_cannot_be_killed_cannot_commit(
     found = story(ended)
     assert_taken_over(found)
     assert 1 <= len(found.late) <= said["Finished"]
-    texts = {sample.trajectory.trajectory: sample.trajectory.tokens for sample in seen.samples}
+    texts = {sample.trajectory.id: sample.trajectory.tokens for sample in seen.samples}
     assert len(texts) == len(seen.samples) == ended.audit.trained
     for name in found.owned:
         assert set(texts[name]) != {forged}, "its text was taken"
 
 
-def with_tokens(message: Any, token: int) -> Any:
+def with_tokens(message: Any, token: int, sink: SampleWriter) -> Any:
     """The same message of a process that has written nothing but this token."""
     change = msgspec.structs.replace
     match message:
         case ms.Finished():
-            whole = message.trajectory
-            return change(message, trajectory=change(whole, tokens=(token,) * len(whole.tokens)))
+            ref = message.trajectory
+            whole = Trajectory(
+                id=ref.id,
+                group=ref.group,
+                version=ref.version,
+                prompt=(token,) * ref.num_prompt,
+                tokens=(token,) * ref.num_tokens,
+                logprobs=(-1.0,) * ref.num_tokens,
+                segments=ref.segments,
+                truncated=ref.truncated,
+            )
+            return change(message, trajectory=whole.by_reference(sink.put(pack(whole))))
         case ms.Prefixes():
-            prefixes = [change(p, tokens=(token,) * len(p.tokens)) for p in message.prefixes]
+            prefixes = []
+            for prefix in message.prefixes:
+                (piece,) = prefix.pieces
+                many = piece.num_tokens
+                content = sink.put(pack_tokens((token,) * many, (-1.0,) * many))
+                prefixes.append(change(prefix, pieces=(piece._replace(content=content),)))
             return change(message, prefixes=tuple(prefixes))
     return message
 
@@ -292,11 +318,11 @@ def test_what_is_said_twice_changes_nothing(
     name: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one process, where a run is a function of its seed: to the bit."""
-    once = Seen()
+    once = Seen(tmp_path / "once")
     plain = run(model, tmp_path / "once", once, **INLINE[name])
     assert plain.ok and once.batches
     for later in (0, LATER):
-        twice = Seen()
+        twice = Seen(tmp_path / f"twice-{later}")
         with monkeypatch.context() as patch:
             echo = echoing(patch, later)
             ended = run(model, tmp_path / f"twice-{later}", twice, **INLINE[name])
@@ -309,50 +335,73 @@ def test_what_is_said_twice_changes_nothing(
 
 def test_an_answer_is_kept_though_an_older_one_is_confirmed_again(tmp_path: Path) -> None:
     """What an environment says to a parked trajectory is said again when it is back."""
-    outside = Mock()
-    encoder = Mock(encode=lambda *_: [1], decode=lambda _: "text", observation=lambda _: [2, 3])
+    workers, environments = Mock(), Mock()
+    encoder = Mock(decode=lambda _: "text", observation=lambda _: [2, 3])
     stream = Mock(read=lambda *_: [Mock()])
     task = Mock(encoder=encoder, stream=stream, settings=Mock(max_turns=9), has_environment=True)
-    core = Mock(settings=Mock(group_size=2), handle=lambda *_: [])
-    driver = Driver(core, task, Mock(), outside, tmp_path)
+    task.encode_opening = lambda *_: (1,)
+    core = Mock(settings=Settings(group_size=2), handle=lambda *_: [])
+    driver = Driver(
+        core,
+        task,
+        Mock(),
+        clock=Mock(),
+        timer=Mock(),
+        workers=workers,
+        scorer=Mock(),
+        environments=environments,
+        weights=Mock(),
+        samples=Mock(),
+        kv=Mock(),
+    )
     resumed = ms.Reported.of(TrajectoryResumed(0, 1, turn=1))
 
     driver.perform(Start(0, 1, 0, 0))
-    driver.answered(EnvReply(ticket=1))
+    reply = environments.open.call_args.args[-1]
+    reply(EnvReply(ticket=1))
     for turn in range(2):
         for _ in range(2):
             driver.from_rollout(0, ms.TurnEnded(0, 1, turn, (7,), room=50))
-        driver.answered(EnvReply(ticket=1))
+        reply(EnvReply(ticket=1))
         driver.from_rollout(0, resumed)  # the second time it is no news
-    assert outside.step_episode.call_count == 2
-    outside.to_rollout.reset_mock()
+    assert environments.open.return_value.step.call_count == 2
+    workers.to_rollout.reset_mock()
     driver.perform(Unpark(0, 0, (Placement(0, 1),)))
-    assert outside.to_rollout.call_args.args == (0, ms.Continue(0, 1, 1, (2, 3)))
+    assert workers.to_rollout.call_args.args == (0, ms.Continue(0, 1, 1, (2, 3)))
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("later", [0, LATER])
-def test_what_processes_say_twice_changes_nothing(
-    later: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_processes_say_twice_changes_nothing(later: int, model: Path, tmp_path: Path) -> None:
     """One of them dies, so that what it had saved is needed."""
     echo = Echo(later)
-    monkeypatch.setattr(LocalRuntime, "_take", echo.around(LocalRuntime._take))
-    killer, seen = Stopper(signal.SIGKILL), Seen()
+    launched: list[LocalRuntime] = []
+
+    def launch(files: RunFiles) -> Runtime:
+        def around(receive: Receive) -> Receive:
+            twice = echo.around(lambda _, *said: receive(*said))
+            return lambda process, message: twice(receive, process, message)
+
+        launched.append(LocalRuntime(files, around_receive=around))
+        return launched[-1]
+
+    killer, seen = Stopper(signal.SIGKILL), Seen(tmp_path / "run")
     often = {"steps": 6, "checkpoint_every": 1, "keep_checkpoints": 1}
     sections = {**LOCAL, "run": {**LOCAL["run"], **often}}
-    ended = run(model, tmp_path / "run", killer, seen, **sections)
+    with using("local", launch):
+        ended = run(model, tmp_path / "run", killer, seen, **sections)
     assert killer.pid is not None
     assert ended.ok, (ended.ending, ended.audit.summary())
     assert (ended.audit.failed, ended.audit.outstanding) == (0, 0)
     kinds = {"Reported", "Finished", "Prefixes", "TrainerReady", "Trained", "Published", "Saved"}
     assert echo.kinds.keys() >= kinds
-    assert not echo.runtime._trainer_asked, "the trainer is waited for, and has answered"
-    assert [record.step for record in ended.steps] == list(range(6))
-    names = [sample.trajectory.trajectory for sample in seen.samples]
+    assert not launched[-1].supervisor.trainer_awaited, (
+        "the trainer is waited for, and has answered"
+    )
+    assert [record.step for record in ended.steps] == list(range(1, 7))
+    names = [sample.trajectory.id for sample in seen.samples]
     assert len(names) == len(set(names)) == ended.audit.trained
     with Ledger.read(ended.directory / LEDGER) as ledger:
-        assert ledger.counts()["trained"] == len(names)
-        assert [row.step for row in ledger.batches()] == list(range(6))
+        assert not list(ledger.batches()) and not list(ledger.payloads())  # a checkpoint has all
         kept = [row.name for row in ledger.checkpoints()]
     assert kept == [path.name for path in (ended.directory / "checkpoints").iterdir()]

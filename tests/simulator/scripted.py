@@ -3,12 +3,12 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dora_rl.core import commands as cmd
-from dora_rl.core import events as ev
-from dora_rl.core.commands import Command
-from dora_rl.core.events import Event
-from dora_rl.core.types import BatchGroup
-from dora_rl.simulator.costs import Device, Efficiency, Model
+from dora_rl.core.protocol import commands as cmd
+from dora_rl.core.protocol import events as ev
+from dora_rl.core.protocol.commands import Command
+from dora_rl.core.protocol.events import Event
+from dora_rl.core.protocol.types import BatchGroup
+from dora_rl.simulator.cost_parameters import Device, Efficiency, Model
 from dora_rl.simulator.params import WorldParams
 from dora_rl.simulator.runs import RUNNING
 from dora_rl.simulator.workload import TrajectoryShape, Turn

@@ -9,17 +9,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from dora_rl.simulator.costs import (
+from dora_rl.simulator.cost_parameters import (
     DEVICES,
-    STEP_TOLERANCE,
-    Costs,
-    DecodeCost,
     Device,
     Efficiency,
     Model,
     NamedDevice,
     device_named,
 )
+from dora_rl.simulator.costs import STEP_TOLERANCE, Costs, DecodeCost
 
 DENSE = Model(parameters=32.8e9, layers=64, heads=40, kv_heads=8, head_dim=128)
 EXPERTS = Model(

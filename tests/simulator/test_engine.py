@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_rl.core import commands as cmd
-from dora_rl.core import events as ev
-from dora_rl.simulator.costs import Costs, Efficiency, Model, device_named
+from dora_rl.core.protocol import commands as cmd
+from dora_rl.core.protocol import events as ev
+from dora_rl.simulator.cost_parameters import Efficiency, Model, device_named
+from dora_rl.simulator.costs import Costs
 from tests.simulator.scripted import (
     STEP_S,
     build,

@@ -5,12 +5,12 @@ import json
 
 import pytest
 
-from dora_rl.core.codec import dumps, encode_command
-from dora_rl.core.commands import Command
-from dora_rl.core.events import Event
+from dora_rl.core.history.codec import dumps, encode_command
+from dora_rl.core.history.replay import replay
 from dora_rl.core.orchestrator import Orchestrator
-from dora_rl.core.replay import replay
-from dora_rl.core.settings import ParadigmName, Settings
+from dora_rl.core.protocol.commands import Command
+from dora_rl.core.protocol.events import Event
+from dora_rl.core.protocol.settings import ParadigmName, Settings
 from dora_rl.simulator.world import World
 from tests.soak import Sampler, Storm
 

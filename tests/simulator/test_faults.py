@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from dora_rl.core import commands as cmd
-from dora_rl.core import events as ev
-from dora_rl.core.types import Move
+from dora_rl.core.protocol import commands as cmd
+from dora_rl.core.protocol import events as ev
+from dora_rl.core.protocol.types import Move
 from dora_rl.simulator.clock import Clock
 from dora_rl.simulator.faults import FaultParams, Faults
 from dora_rl.simulator.network import Network

@@ -13,12 +13,12 @@ import pytest
 
 from dora_rl.core.audit import Audit
 from dora_rl.core.audit.report import ks_statistic
-from dora_rl.core.commands import Command, Score, Start, Train
-from dora_rl.core.events import BatchTrained, Event, TrajectoryFinished
 from dora_rl.core.orchestrator import Orchestrator
-from dora_rl.core.settings import ParadigmName, Settings
-from dora_rl.core.types import GroupId, TrajectoryId, Version
-from dora_rl.simulator.costs import Model
+from dora_rl.core.protocol.commands import Command, Score, Start, Train
+from dora_rl.core.protocol.events import BatchTrained, Event, TrajectoryFinished
+from dora_rl.core.protocol.settings import ParadigmName, Settings
+from dora_rl.core.protocol.types import GroupId, TrajectoryId, Version
+from dora_rl.simulator.cost_parameters import Model
 from dora_rl.simulator.distributions import Constant, LogNormal
 from dora_rl.simulator.faults import FaultParams
 from dora_rl.simulator.params import WorldParams
@@ -57,7 +57,7 @@ class Witness:
         self.trained: Counter[int] = Counter()  # by length
         self.trained_groups: set[GroupId] = set()
         self.prefixes: dict[TrajectoryId, int] = {}  # of the last start
-        self.shrunk = 0  # starts that go on from less than the one before
+        self.shrunk = 0  # starts that continue from less than the one before
         self._lengths: dict[TrajectoryId, int] = {}
         self._batch: Train | None = None
 
@@ -147,7 +147,7 @@ class Cluster:
 
     @property
     def issued(self) -> Counter[int]:
-        return self.lengths_of(range(self.core.state.ledger.issued))
+        return self.lengths_of(range(self.core.state.work.issued))
 
     @property
     def deaths(self) -> int:

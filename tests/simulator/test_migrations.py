@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from dora_rl.core import commands as cmd
-from dora_rl.core import events as ev
-from dora_rl.core.types import Move, Placement, Segment
+from dora_rl.core.protocol import commands as cmd
+from dora_rl.core.protocol import events as ev
+from dora_rl.core.protocol.types import Move, Placement, Segment
 from dora_rl.simulator.errors import WorldError
 from dora_rl.simulator.faults import FaultParams
 from tests.simulator.scripted import KV_BYTES, STEP_S, build, capacity_of, check_memory, installing

@@ -1,47 +1,25 @@
 """Plans: the choice is the best simulated, the front is undominated, sync where it should be."""
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from dora_rl.config import dump_toml, validate
-from dora_rl.core.errors import UserError
-from dora_rl.core.settings import ParadigmName
-from dora_rl.simulator.planning import Plan, Problem, Question, make_plan, pose, search
+from dora_rl.config import dump_toml
+from dora_rl.core.protocol.errors import UserError
+from dora_rl.core.protocol.paradigms import PARADIGMS
+from dora_rl.core.protocol.settings import ParadigmName
+from dora_rl.simulator.planning import Plan, Question, make_plan, pose, search
 from dora_rl.simulator.planning.bounds import Bounds
 from dora_rl.simulator.planning.reduction import Reduction, reduce, without_own_sizes
-from dora_rl.simulator.planning.shapes import SHAPES
 from dora_rl.simulator.planning.verdict import pareto
 from dora_rl.simulator.scenarios import Scenario, load_scenario
-from dora_rl.simulator.simulate import Result, simulate
-
-LONG_TAIL = Question(
-    model="qwen2.5-1.5b",
-    devices=8,
-    batch=(16, 4),
-    mean_length=500,
-    max_length=6000,
-    overrides=("cluster.slots=8", "efficiency.switch_s=2"),
+from tests.simulator.plans import (
+    ALL_ALIKE,
+    LONG_TAIL,
+    SMALL,
+    interrupt_after,
+    planned,
 )
-ALL_ALIKE = Question(
-    model="qwen2.5-1.5b",
-    devices=2,
-    batch=(16, 4),
-    mean_length=500,
-    length_sigma=0,
-    overrides=("cluster.slots=8", "efficiency.switch_s=0"),
-)
-
-
-def frozen() -> float:
-    """A clock that never lets the budget end."""
-    return 0.0
-
-
-def planned(question: Question, **options: Any) -> Plan:
-    return make_plan(pose(question), clock=frozen, **options)
 
 
 @pytest.fixture(scope="module")
@@ -54,14 +32,20 @@ def all_alike() -> Plan:
     return planned(ALL_ALIKE)
 
 
+def one_version_each(plan: Plan) -> list[search.Trial]:
+    """Those that may be recommended."""
+    return [t for t in plan.trials if PARADIGMS[t.paradigm].pins_version]
+
+
 # The choice
 
 
 def test_the_recommended_is_the_best_of_those_simulated(long_tail: Plan) -> None:
     assert long_tail.pays and long_tail.cut is None
     assert long_tail.best.paradigm == ParadigmName.MULTI_VERSION
-    fastest = max(trial.tokens_per_s for trial in long_tail.trials)
-    near = [t for t in long_tail.trials if t.tokens_per_s >= (1 - search.TIE) * fastest]
+    pinned = one_version_each(long_tail)
+    fastest = max(trial.tokens_per_s for trial in pinned)
+    near = [t for t in pinned if t.tokens_per_s >= (1 - search.TIE) * fastest]
     assert long_tail.best in near
     freshest = min(trial.summary.mean_staleness for trial in near)
     assert long_tail.best.summary.mean_staleness <= freshest + 0.1
@@ -74,7 +58,7 @@ def test_every_kind_of_candidate_is_tried(long_tail: Plan) -> None:
     assert {1.0, 1.25, 1.5, 2.0} <= {c.depth for c in ours}
     assert {c.version_slots for c in ours} == {1, 2}
     assert len({c.rollout for c in ours}) > 1
-    assert set(long_tail.comparison) == {"sync", "one_step", "multi_version"}
+    assert set(long_tail.comparison) == set(ParadigmName)
 
 
 def test_the_front_has_no_dominated_member_and_misses_none(long_tail: Plan) -> None:
@@ -86,10 +70,10 @@ def test_the_front_has_no_dominated_member_and_misses_none(long_tail: Plan) -> N
             and (a.tokens_per_s > b.tokens_per_s or ages[0] < ages[1])
         )
 
-    front = long_tail.front
+    front, pinned = long_tail.front, one_version_each(long_tail)
     assert len(front) >= 2
-    assert not any(beats(a, b) for a in long_tail.trials for b in front)
-    left_out = [t for t in long_tail.trials if t not in front]
+    assert not any(beats(a, b) for a in pinned for b in front)
+    left_out = [t for t in pinned if t not in front]
     same = {(t.tokens_per_s, t.summary.mean_staleness) for t in front}
     for trial in left_out:
         point = trial.tokens_per_s, trial.summary.mean_staleness
@@ -123,7 +107,7 @@ def test_where_generation_dominates_it_is_said() -> None:
             batch=(16, 4),
             mean_length=500,
             length_sigma=0,
-            overrides=("cluster.slots=4", "efficiency.switch_s=0", *tiny),
+            overrides=("rollout.slots=4", "efficiency.switch_s=0", *tiny),
         )
     )
     assert not plan.pays
@@ -169,15 +153,23 @@ def test_the_budget_cuts_between_candidates(long_tail: Plan) -> None:
     assert plan.to_json()["complete"] is False
 
 
-def interrupt_after(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: Iterator[int] = iter(range(1000))
+def test_one_of_each_paradigm_is_simulated_whatever_the_budget() -> None:
+    ticks = iter(range(10_000))
+    plan = make_plan(pose(LONG_TAIL), budget_s=1e-9, clock=lambda: float(next(ticks)))
+    assert plan.cut == "budget"
+    assert sorted(trial.paradigm for trial in plan.trials) == sorted(ParadigmName)
+    assert set(plan.comparison) == set(ParadigmName)
+    assert plan.best.candidate.max_staleness == 3  # of 4 that are allowed
+    assert "No bound above K = 3 was simulated." in plan.reason
 
-    def run(*args: Any) -> Result:
-        if next(calls) == count:
-            raise KeyboardInterrupt
-        return simulate(*args)
 
-    monkeypatch.setattr(search, "simulate", run)
+def test_every_run_is_announced() -> None:
+    said: list[tuple[int, str]] = []
+    plan = planned(SMALL, progress=lambda done, what: said.append((done, what)))
+    assert [done for done, _ in said] == list(range(len(said)))
+    assert len(said) > len(plan.trials)
+    assert any("fixed costs" in what for _, what in said)
+    assert all(any(name in what for name in ParadigmName) for _, what in said)
 
 
 def test_an_interruption_leaves_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,6 +184,15 @@ def test_an_interruption_before_any_result_is_one(monkeypatch: pytest.MonkeyPatc
         planned(LONG_TAIL)
 
 
+def test_an_interruption_after_sync_alone_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupt_after(1, monkeypatch)
+    plan = planned(LONG_TAIL)
+    assert plan.cut == "interrupted" and not plan.decided
+    report = plan.to_json()
+    assert report["recommendation"] is None and report["asynchrony_pays"] is None
+    assert "no verdict" in plan.reason and "does not pay" not in plan.reason
+
+
 def test_candidates_that_fail_are_left_out_and_counted() -> None:
     # Shared devices train fast enough, fewer do not.
     bounds = Bounds(pose(LONG_TAIL).scenario)
@@ -203,7 +204,7 @@ def test_candidates_that_fail_are_left_out_and_counted() -> None:
         batch=(16, 4),
         mean_length=500,
         max_length=6000,
-        overrides=("cluster.slots=8", "efficiency.switch_s=0", limit, once),
+        overrides=("rollout.slots=8", "efficiency.switch_s=0", limit, once),
     )
     plan = planned(question)
     assert any("failed and were left out" in note for note in plan.notes)
@@ -236,7 +237,7 @@ def test_peers_together_cost_what_they_cost_apart() -> None:
     assert mine.kv_capacity_tokens == pytest.approx(theirs.kv_capacity_tokens / peers, abs=1)
     assert mine.install_time() == pytest.approx(theirs.install_time())
     assert mine.kv_transfer_time(1000) == pytest.approx(theirs.kv_transfer_time(1000 * peers))
-    assert small.scenario.setup(ParadigmName.SYNC).params.slots == real.cluster.slots // peers
+    assert small.scenario.setup(ParadigmName.SYNC).params.slots == real.rollout.slots // peers
 
 
 def test_a_reduced_step_takes_what_the_real_one_takes() -> None:
@@ -282,82 +283,6 @@ def test_the_planned_scenario_can_be_simulated(long_tail: Plan, tmp_path: Path) 
     )
 
 
-# The question
-
-
-def test_a_measured_train_step_sets_the_efficiency() -> None:
-    question = Question(scenario="paper-64", train_step_minutes=9.5)
-    problem = pose(question)
-    bounds = Bounds(problem.scenario)
-    train_s = bounds.train_s(64) - bounds.publish_s(64)
-    assert train_s == pytest.approx(9.5 * 60)
-    assert any("as the measured step implies" in note for note in problem.notes)
-
-
-def test_flags_change_a_scenario() -> None:
-    question = Question(
-        scenario="paper-64", devices=32, device="H100", model="llama-3-8b", batch=(64, 8), seed=5
-    )
-    scenario = pose(question).scenario
-    assert scenario.cluster.devices == 32
-    assert scenario.model == SHAPES["llama-3-8b"]
-    assert scenario.orchestration.groups_per_step == 64
-    assert scenario.orchestration.group_size == 8
-    assert scenario.scenario.seed == 5
-    assert scenario.cluster.slots == load_scenario("paper-64").cluster.slots
-
-
-def test_length_flags_keep_what_they_do_not_say() -> None:
-    lengths = pose(Question(scenario="paper-64", mean_length=1000)).scenario.workload
-    assert lengths.response_tokens.upper == 30_000
-    assert lengths.mean_response_tokens() == pytest.approx(1000)
-    assert lengths.prompt_tokens == load_scenario("paper-64").workload.prompt_tokens
-
-
-def test_measured_lengths(tmp_path: Path) -> None:
-    path = tmp_path / "lengths.txt"
-    path.write_text("10\n20\n60\n")
-    workload = pose(Question(scenario="default", lengths=path, max_length=50)).scenario.workload
-    assert workload.mean_response_tokens() == pytest.approx(80 / 3)
-
-
-def test_a_bare_number_takes_the_nearest_shape() -> None:
-    problem = pose(Question(model="30e9", devices=64))
-    assert problem.scenario.model.parameters == 30e9
-    assert problem.scenario.model.layers == SHAPES["qwen2.5-32b"].layers
-    assert any("qwen2.5-32b" in note for note in problem.notes)
-
-
-def test_a_file_of_model_figures(tmp_path: Path) -> None:
-    path = tmp_path / "mine.toml"
-    path.write_text(
-        "[model]\nparameters = 2e9\nlayers = 20\nheads = 8\nkv_heads = 2\nhead_dim = 64\n"
-    )
-    assert pose(Question(model=str(path), devices=8)).scenario.model.layers == 20
-
-
-def test_what_is_derived_fits_into_memory() -> None:
-    for name in SHAPES:
-        scenario = pose(Question(model=name, device="H800", devices=64)).scenario
-        costs = scenario.setup(ParadigmName.SYNC).params.costs()
-        weights = scenario.model.weight_bytes / scenario.cluster.devices_per_instance
-        assert weights <= 0.5 * 0.9 * 80e9
-        assert costs.kv_capacity_tokens > scenario.workload.longest_tokens
-        assert 1 <= scenario.cluster.slots <= 256
-
-
-def test_sizes_of_single_paradigms_are_set_aside() -> None:
-    plain = load_scenario("default").model_dump(mode="json", exclude_none=True)
-    plain["paradigm"] = {
-        "one_step": {"cluster": {"train_devices": 7}, "efficiency": {"switch_s": 1.0}}
-    }
-    scenario = without_own_sizes(validate(Scenario, plain, "test"))
-    own = scenario.paradigm[ParadigmName.ONE_STEP]
-    assert own.cluster == {} and own.efficiency == {"switch_s": 1.0}
-
-
-def test_nothing_is_assumed_silently() -> None:
-    problem = pose(Question(model="qwen2.5-7b", devices=8))
-    assert isinstance(problem, Problem)
-    said = " ".join(problem.notes)
-    assert "device(s)" in said and "slots" in said
+def test_a_plan_says_what_was_checked(long_tail: Plan) -> None:
+    said = " ".join(long_tail.notes)
+    assert "one published testbed" in said and "tensor parallelism is free" in said

@@ -2,8 +2,8 @@
 
 import pytest
 
-from dora_rl.core import commands as cmd
-from dora_rl.core import events as ev
+from dora_rl.core.protocol import commands as cmd
+from dora_rl.core.protocol import events as ev
 from dora_rl.simulator.faults import FaultParams
 from tests.simulator.scripted import STEP_S, Script, build, installing, shape
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_rl.core import commands as cmd
-from dora_rl.core import events as ev
+from dora_rl.core.protocol import commands as cmd
+from dora_rl.core.protocol import events as ev
 from dora_rl.simulator.usage import Timeline, Usage, UsageReading
 from tests.simulator.scripted import STEP_S, build, installing, publish_next, shape
 
@@ -15,6 +15,7 @@ from tests.simulator.scripted import STEP_S, build, installing, publish_next, sh
 )
 def test_the_integral_is_the_sum_of_its_pieces(pieces: list[tuple[float, int, bool]]) -> None:
     usage, now, busy_s, slots_s, suspended_s = Usage(), 0.0, 0.0, 0.0, 0.0
+    generating_s = 0.0
     usage.change(0.0, slots=4)
     for lasting, busy, suspended in pieces:
         usage.change(now, busy - usage.busy)
@@ -23,13 +24,14 @@ def test_the_integral_is_the_sum_of_its_pieces(pieces: list[tuple[float, int, bo
         suspended_s += 4 * lasting if suspended else 0.0
         slots_s += 0.0 if suspended else 4 * lasting
         busy_s += 0.0 if suspended else busy * lasting
+        generating_s += lasting if busy and not suspended else 0.0
     reading = usage.read(now)
-    assert reading == pytest.approx((now, slots_s, busy_s, suspended_s))
+    assert reading == pytest.approx((now, slots_s, busy_s, suspended_s, generating_s))
 
 
 def test_a_window_is_the_difference_of_two_readings() -> None:
-    window = UsageReading(10.0, 40.0, 30.0, 0.0).since(UsageReading(5.0, 20.0, 20.0, 0.0))
-    assert window == (5.0, 20.0, 10.0, 0.0)
+    window = UsageReading(10.0, 40.0, 30.0, 0.0, 8.0).since(UsageReading(5.0, 20.0, 20.0, 0.0, 4.0))
+    assert window == (5.0, 20.0, 10.0, 0.0, 4.0)
     assert window.bubble_share == 0.5
     assert UsageReading(0.0, 0.0, 0.0, 0.0).bubble_share == 0.0
 

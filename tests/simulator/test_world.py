@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from dora_rl.core import commands as cmd
-from dora_rl.core import events as ev
-from dora_rl.core.commands import Command
-from dora_rl.core.errors import UserError
-from dora_rl.core.events import Event
 from dora_rl.core.orchestrator import Orchestrator
-from dora_rl.core.settings import ParadigmName, Settings
-from dora_rl.simulator.costs import Model
+from dora_rl.core.protocol import commands as cmd
+from dora_rl.core.protocol import events as ev
+from dora_rl.core.protocol.commands import Command
+from dora_rl.core.protocol.errors import UserError
+from dora_rl.core.protocol.events import Event
+from dora_rl.core.protocol.settings import ParadigmName, Settings
+from dora_rl.simulator.cost_parameters import Model
 from dora_rl.simulator.distributions import Constant, LogNormal, Uniform
 from dora_rl.simulator.errors import WorldError
 from dora_rl.simulator.faults import FaultParams

@@ -13,11 +13,10 @@ from dora_rl.store.ledger import (
     BatchRow,
     Changes,
     CheckpointRow,
-    GroupRow,
     Ledger,
     Position,
     PrefixRow,
-    TrajectoryRow,
+    SnapshotRow,
     VersionRow,
 )
 
@@ -34,9 +33,9 @@ class Model:
         self.facts = facts
         self.position = Position(0, 0, 0.0)
         self.rows: dict[str, dict[Any, Any]] = {
-            name: {} for name in ("groups", "trajectories", "batches", "versions", "checkpoints")
+            name: {} for name in ("batches", "versions", "checkpoints")
         }
-        self.leases: dict[int, tuple[str, ...]] = {}
+        self.snapshot: SnapshotRow | None = None
         self.payloads: dict[int, bytes] = {}
         self.prefixes: dict[tuple[int, int], PrefixRow] = {}
 
@@ -44,9 +43,11 @@ class Model:
         self.position = changes.position
         for step in changes.dropped_checkpoints:
             self.rows["checkpoints"].pop(step, None)
+        for step in changes.dropped_batches:
+            self.rows["batches"].pop(step, None)
         for name, rows in self.rows.items():
             rows.update({row[0]: row for row in getattr(changes, name)})
-        self.leases = {v: h for v, h in (self.leases | changes.leases).items() if h}
+        self.snapshot = changes.snapshot or self.snapshot
         for trajectory in changes.dropped_payloads:
             self.payloads.pop(trajectory, None)
         self.payloads.update(changes.payloads)
@@ -55,15 +56,13 @@ class Model:
         self.prefixes.update({row[:2]: row for row in changes.prefixes})
 
     def state(self) -> State:
-        states = [row.state for row in self.rows["trajectories"].values()]
         return {
             "facts": self.facts,
             "position": self.position,
             **{name: [rows[key] for key in sorted(rows)] for name, rows in self.rows.items()},
-            "leases": self.leases,
+            "snapshot": self.snapshot,
             "payloads": sorted(self.payloads.items()),
             "prefixes": [self.prefixes[key] for key in sorted(self.prefixes)],
-            "counts": {state: states.count(state) for state in states},
         }
 
 
@@ -74,33 +73,23 @@ def state_of(ledger: Ledger) -> State:
     return {
         "facts": ledger.facts,
         "position": ledger.position,
-        "groups": list(ledger.groups()),
-        "trajectories": list(ledger.trajectories()),
         "batches": list(ledger.batches()),
         "versions": list(ledger.versions()),
         "checkpoints": list(ledger.checkpoints()),
-        "leases": ledger.leases(),
+        "snapshot": ledger.snapshot(),
         "payloads": payloads,
         "prefixes": list(ledger.prefixes()),
-        "counts": ledger.counts(),
     }
 
 
 def nth(n: int, size: int = 300) -> Changes:
     """The n-th commit of a run, from 1: it touches every table, and drops what older ones put.
 
-    The large batches stay: pages that later commits do not write again.
+    Every second large batch stays: pages that later commits do not write again.
     """
-    state = ("waiting", "running", "scored", "trained")[n % 4]
-    groups = range(n, n + 3)
     members = range(3 * n, 3 * n + 9)
     return Changes(
         Position(10 * n, 1000 * n, n / 8, f"{n:064x}"),
-        groups=[GroupRow(group, n // 2, state, None, n) for group in groups],
-        trajectories=[
-            TrajectoryRow(m, m // 3, n // 2, f"{n:032x}", state, 1, m, 7 * n, n / 3, None, None)
-            for m in members
-        ],
         batches=[
             BatchRow(n, "taken", bytes([n % 256]) * 40),
             BatchRow(n - 1, "trained", b"x" * 5000),
@@ -108,7 +97,8 @@ def nth(n: int, size: int = 300) -> Changes:
         versions=[VersionRow(n, f"{n:032x}", "published"), VersionRow(n // 2, "0" * 32, "deleted")],
         checkpoints=[CheckpointRow(n, f"step-{n}")],
         dropped_checkpoints=[n - 2],
-        leases={n: ("newest", f"group {n}"), n - 1: (f"instance {n}",), n - 2: ()},
+        dropped_batches=[n - 5] if n % 2 else [],
+        snapshot=SnapshotRow(10 * n, f"{n}.json", f"{n:064x}"),
         payloads={m: bytes([m % 256, n % 256]) * (size // 2) for m in members},
         dropped_payloads=set(range(3 * n - 9, 3 * n)),
         prefixes=[PrefixRow(m, n, bytes([n % 256]) * 30) for m in members],

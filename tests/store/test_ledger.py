@@ -14,19 +14,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from dora_rl.core.errors import UserError
-from dora_rl.core.types import TrajectoryState
+from dora_rl.core.protocol.errors import UserError
+from dora_rl.core.protocol.types import TrajectoryState
 from dora_rl.store import schema
 from dora_rl.store.ledger import (
     BatchRow,
     Changes,
     CheckpointRow,
-    GroupRow,
     Ledger,
     LedgerError,
     Position,
     PrefixRow,
-    TrajectoryRow,
+    SnapshotRow,
     VersionRow,
 )
 from tests.store.ledgers import FACTS, NAME, Model, copy_files, nth, run, state_of
@@ -43,20 +42,12 @@ PREFIXES = st.builds(PrefixRow, KEYS, KEYS, BLOBS)
 CHANGES = st.builds(
     Changes,
     st.builds(Position, NUMBERS, NUMBERS, REALS, TEXTS),
-    groups=st.lists(st.builds(GroupRow, KEYS, MAYBE, TEXTS, st.none() | TEXTS, MAYBE), max_size=3),
-    trajectories=st.lists(
-        st.builds(
-            TrajectoryRow,
-            *(KEYS, KEYS, MAYBE, st.none() | TEXTS, TEXTS, NUMBERS, NUMBERS, NUMBERS),
-            *(st.none() | REALS, st.none() | TEXTS, MAYBE),
-        ),
-        max_size=4,
-    ),
     batches=st.lists(st.builds(BatchRow, KEYS, TEXTS, BLOBS), max_size=2),
     versions=st.lists(st.builds(VersionRow, KEYS, TEXTS, TEXTS), max_size=2),
     checkpoints=st.lists(st.builds(CheckpointRow, KEYS, TEXTS), max_size=2),
     dropped_checkpoints=st.lists(KEYS, max_size=2),
-    leases=st.dictionaries(KEYS, st.lists(TEXTS, max_size=3).map(tuple), max_size=3),
+    dropped_batches=st.lists(KEYS, max_size=2),
+    snapshot=st.none() | st.builds(SnapshotRow, KEYS, TEXTS, TEXTS),
     payloads=st.dictionaries(KEYS, BLOBS, max_size=3),
     dropped_payloads=st.sets(KEYS, max_size=3),
     prefixes=st.lists(PREFIXES, max_size=4),
@@ -188,10 +179,10 @@ def test_a_reader_stays_at_one_commit(ledger: Ledger) -> None:
     ledger.commit(nth(1))
     model.commit(nth(1))
     with Ledger.read(ledger.path) as reader:
-        rows = reader.trajectories()
+        rows = reader.prefixes()
         first = next(rows)
         ledger.commit(nth(2))
-        assert [first, *rows] == model.state()["trajectories"]
+        assert [first, *rows] == model.state()["prefixes"]
         assert state_of(reader) == model.state()
     with Ledger.read(ledger.path) as reader:
         assert reader.position == nth(2).position
@@ -208,7 +199,7 @@ def test_a_reader_cannot_write(ledger: Ledger) -> None:
 
 def test_rows_are_not_read_all_at_once(ledger: Ledger) -> None:
     ledger.commit(nth(1))
-    rows = ledger.trajectories()
+    rows = ledger.prefixes()
     assert len(list(islice(rows, 2))) == 2
     ledger.commit(nth(2))
     with pytest.raises(RuntimeError, match="changed while it was read"):
@@ -222,38 +213,48 @@ def test_a_closed_ledger_is_no_damaged_one(tmp_path: Path) -> None:
     with pytest.raises(sqlite3.ProgrammingError, match="closed"):
         ledger.commit(nth(1))
     with pytest.raises(sqlite3.ProgrammingError, match="closed"):
-        list(ledger.groups())
+        list(ledger.versions())
 
 
-ROW = TrajectoryRow(1, 0, 0, None, "open", 0, 0, 0, 0.5, None, None)
+ROW = VersionRow(1, "d1", "published")
+PREFIX = PrefixRow(1, 0, b"abc")
 
 
 @pytest.mark.parametrize(
     "row",
     [
-        ROW._replace(reward=float("nan")),
-        ROW._replace(tokens=1.5),
-        ROW._replace(tokens=None),
-        ROW._replace(tokens=2**63),
-        ROW._replace(tokens="7"),
+        PREFIX._replace(start=1.5),
+        PREFIX._replace(start=None),
+        PREFIX._replace(start=2**63),
+        PREFIX._replace(start="7"),
+        PREFIX._replace(content="abc"),
+        PREFIX._replace(content=None),
+        PREFIX._replace(trajectory=None),
         ROW._replace(state=7),
         ROW._replace(state=None),
         ROW._replace(state="\ud800"),
-        ROW._replace(trajectory=None),
+        Position(1, 1, float("nan")),
     ],
 )
-def test_what_sqlite_would_alter_is_refused(ledger: Ledger, row: TrajectoryRow) -> None:
+def test_what_sqlite_would_alter_is_refused(ledger: Ledger, row: Any) -> None:
+    changes = Changes(Position(1, 1, 1.0), versions=[ROW], prefixes=[PREFIX])
+    match row:
+        case PrefixRow():
+            changes.prefixes.append(row)
+        case VersionRow():
+            changes.versions.append(row)
+        case Position():
+            changes.position = row
     with pytest.raises((TypeError, ValueError, OverflowError)):
-        ledger.commit(Changes(Position(1, 1, 1.0), trajectories=[ROW._replace(tokens=9), row]))
+        ledger.commit(changes)
     assert state_of(ledger) == Model().state()
-    ledger.commit(Changes(Position(1, 1, 1.0), trajectories=[ROW]))
-    assert list(ledger.trajectories()) == [ROW]
+    ledger.commit(Changes(Position(1, 1, 1.0), versions=[ROW], prefixes=[PREFIX]))
+    assert (list(ledger.versions()), list(ledger.prefixes())) == ([ROW], [PREFIX])
 
 
 def test_states_may_be_enums(ledger: Ledger) -> None:
-    row = ROW._replace(state=TrajectoryState.SCORED)
-    ledger.commit(Changes(START, trajectories=[row]))
-    assert ledger.counts() == {"scored": 1}
+    ledger.commit(Changes(START, versions=[ROW._replace(state=TrajectoryState.SCORED)]))
+    assert [row.state for row in ledger.versions()] == ["scored"]
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1)), st.randoms(use_true_random=False))
@@ -267,21 +268,23 @@ def test_totals_know_no_order(seals: list[int], random: Any) -> None:
     assert total == schema.Total()
 
 
-def test_format_1_is_what_it_was() -> None:
+def test_format_3_is_what_it_was() -> None:
     """A ledger must be readable by the next release: whoever changes this gives a new FORMAT."""
-    assert schema.FORMAT == 1
-    assert schema.TRAJECTORIES.create == (
-        'CREATE TABLE "trajectories" ("trajectory" INTEGER PRIMARY KEY NOT NULL, '
-        '"group" INTEGER NOT NULL, "version" INTEGER, "digest" TEXT, "state" TEXT NOT NULL, '
-        '"attempts" INTEGER NOT NULL, "fence" INTEGER NOT NULL, "tokens" INTEGER NOT NULL, '
-        '"reward" REAL, "reason" TEXT, "step" INTEGER, "seal" INTEGER NOT NULL)'
+    assert schema.FORMAT == 3
+    assert list(schema.SCHEMA) == [
+        *("batches", "versions", "checkpoints", "payloads", "prefixes", "snapshots", "facts"),
+        "head",
+    ]
+    assert schema.SNAPSHOTS.create == (
+        'CREATE TABLE "snapshots" ("records" INTEGER PRIMARY KEY NOT NULL, "name" TEXT NOT NULL, '
+        '"sha256" TEXT NOT NULL, "seal" INTEGER NOT NULL)'
     )
     assert schema.PREFIXES.create == (
         'CREATE TABLE "prefixes" ("trajectory" INTEGER NOT NULL, "start" INTEGER NOT NULL, '
         '"content" BLOB NOT NULL, "seal" INTEGER NOT NULL, '
         'PRIMARY KEY ("trajectory", "start")) WITHOUT ROWID'
     )
-    assert schema.TRAJECTORIES.sealed(ROW)[-1] == -8352742243370546993
+    assert schema.SNAPSHOTS.sealed((7, "7.json", "ab"))[-1] == 3769912873514435765
     assert schema.PREFIXES.sealed((1, 2, b"abc"))[-1] == 6520863210512300479
 
 
@@ -325,14 +328,16 @@ def test_another_database(tmp_path: Path) -> None:
     assert "is no ledger" in refusal(path)
 
 
-def test_another_format(tmp_path: Path) -> None:
+@pytest.mark.parametrize("found", [2, 4])
+def test_another_format(found: int, tmp_path: Path) -> None:
     path = tmp_path / NAME
     Ledger.create(path, FACTS).close()
     other = sqlite3.connect(path)
-    other.execute("PRAGMA user_version=2")
+    other.execute(f"PRAGMA user_version={found}")
     other.close()
     message = refusal(path)
-    assert "has the format `2`: this dora-rl knows format 1. Use a dora-rl that knows" in message
+    assert f"has the format `{found}`: this dora-rl knows format 3. Use a dora-rl" in message
+    assert "start a new run from its checkpoint: set model.path" in message
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:

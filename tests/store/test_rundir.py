@@ -1,11 +1,12 @@
 """The run directory: nothing is overwritten, and what is missing is said in one line."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from dora_rl.core.errors import UserError
+from dora_rl.core.protocol.errors import UserError
 from dora_rl.store.rundir import JournalFile, RunDirectory, check_free, find_journals
 
 
@@ -27,6 +28,31 @@ def test_an_empty_directory_may_be_used(tmp_path: Path) -> None:
     assert RunDirectory.create(tmp_path).path == tmp_path
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_other_users_are_kept_out_unless_it_is_shared(there: bool, tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        for name, shared, mode in (("own", False, 0o700), ("shared", True, 0o755)):
+            path = tmp_path / "runs" / name
+            if there:
+                path.mkdir(parents=True)
+            run = RunDirectory.create(path, shared=shared)
+            assert run.path.stat().st_mode & 0o777 == mode
+            assert run.section("sync").path.stat().st_mode & 0o777 == 0o755
+            assert path.parent.stat().st_mode & 0o777 == 0o755
+    finally:
+        os.umask(before)
+
+
+def test_a_directory_of_another_user_is_left_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o770)
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    RunDirectory.create(tmp_path)
+    assert tmp_path.stat().st_mode & 0o777 == 0o770
+
+
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match=r"not empty: `.*`. Name a new directory"):
@@ -45,7 +71,7 @@ def test_a_second_journal_is_refused(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path / "run")
     with run.journal() as write:
         write("one\n")
-    with pytest.raises(FileExistsError), run.journal():
+    with pytest.raises(UserError, match=f"not empty: `{run.path}`"), run.journal():
         pass
     assert (run.path / "journal.jsonl").read_text() == "one\n"
 

@@ -1,6 +1,7 @@
 """Rewards that attack: the worker, its siblings, the driver, the machine. Imported by name."""
 
 import ctypes
+import fcntl
 import glob
 import os
 import re
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -184,6 +186,64 @@ def _fill_scratch(example: Example) -> float:
     return float(taken)
 
 
+def _change_attributes(example: Example) -> float:
+    """How many changes of what is not written, but known of a file, were taken."""
+    taken = 0
+    for path in map(Path, example["files"]):
+        for do in (
+            lambda path: path.chmod(0o500),
+            lambda path: os.chmod(path, 0o500, follow_symlinks=False),
+            lambda path: os.chown(path, -1, os.getgid()),
+            lambda path: os.utime(path, (1, 1)),
+            lambda path: os.setxattr(path, "user.reward", b"x"),
+            lambda path: os.removexattr(path, "user.before"),
+        ):
+            with suppress(OSError, NotImplementedError):
+                do(path)
+                taken += 1
+        with suppress(OSError):
+            opened = os.open(path, os.O_RDONLY)
+            for do in (
+                lambda opened: os.fchmod(opened, 0o500),
+                lambda opened: os.utime(opened, (1, 1)),
+                lambda opened: fcntl.ioctl(opened, 0x40086602, struct.pack("@l", 0x40)),
+            ):
+                with suppress(OSError):
+                    do(opened)
+                    taken += 1
+    return float(taken)
+
+
+def _change_own(example: Example) -> float:
+    """Whether a file of its own can be given another mode and another time."""
+    path = Path("own")
+    path.write_text("x")
+    path.chmod(0o500)
+    os.utime(path, (1, 1))
+    return float(path.stat().st_mode & 0o777 == 0o500 and path.stat().st_mtime == 1)
+
+
+def _lock(example: Example) -> float:
+    """How many of the files could be locked, for as long as the worker lives."""
+    taken = 0
+    for path in example["files"]:
+        for flags in (os.O_RDONLY, os.O_WRONLY, os.O_RDWR):
+            with suppress(OSError):
+                KEPT.append(os.open(path, flags))
+                fcntl.flock(KEPT[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+                taken += 1
+    return float(taken)
+
+
+def _look_at(example: Example) -> float:
+    """How many of the files can be read."""
+    found = 0
+    for path in example["files"]:
+        with suppress(OSError), open(path, "rb") as file:
+            found += bool(file.read(1))
+    return float(found)
+
+
 def _link_out(example: Example) -> None:
     os.symlink(example["directory"], "way-out")
     os.mkdir("closed")
@@ -292,17 +352,24 @@ def _segfault(example: Example) -> None:
     ctypes.string_at(0)
 
 
+def worker_frame() -> FrameType:
+    """The worker's loop, which called us: a reward can find all that it has."""
+    frame = sys._getframe()
+    while frame.f_code.co_name != "_work":
+        assert frame.f_back is not None
+        frame = frame.f_back
+    return frame
+
+
 def _forge(content: bytes, seconds: float = 0.0) -> Callable[[Example], None]:
     """Answer in the worker's name, past it."""
 
     def attack(example: Example) -> None:
-        from dora_rl.tasks.workers.wire import Answer, pack
+        from dora_rl.sandbox.protocol import Answer, pack
 
-        frame = sys._getframe()
-        while frame.f_code.co_name != "_work":
-            assert frame.f_back is not None
-            frame = frame.f_back
-        message = pack(Answer(frame.f_locals["number"], content, seconds, False))
+        frame = worker_frame()
+        answer = Answer(frame.f_locals["number"], content, seconds, False)
+        message = pack(answer.sealed(frame.f_locals["key"]))
         for number in range(3, 30):
             with suppress(OSError):
                 os.write(number, message)
@@ -321,13 +388,16 @@ def _fork_and_return(example: Example) -> float:
 
 def _answer_later(example: Example) -> float:
     """An answer to this request while the next one runs, which says that it does."""
-    from dora_rl.tasks.workers.wire import Answer, pack
+    from dora_rl.sandbox.protocol import Answer, pack
+
+    key = bytes(worker_frame().f_locals["key"])
 
     def forge() -> None:
         NEXT_ONE.wait()
+        message = pack(Answer(1, b'{"reward":7.0}', 0.0, False).sealed(key))
         for number in range(3, 30):
             with suppress(OSError):
-                os.write(number, pack(Answer(1, b'{"reward":7.0}', 0.0, False)))
+                os.write(number, message)
 
     threading.Thread(target=forge, daemon=True).start()
     return 1.0
@@ -393,6 +463,10 @@ ATTACKS: dict[str, Callable[[Example], Any]] = {
     "write inside": _write_inside,
     "look for note": _look_for_note,
     "fill scratch": _fill_scratch,
+    "change attributes": _change_attributes,
+    "change own": _change_own,
+    "lock": _lock,
+    "look at": _look_at,
     "link out": _link_out,
     "print": _print,
     "kill parent": _kill(lambda example: os.getppid(), signal.SIGKILL),
@@ -400,7 +474,7 @@ ATTACKS: dict[str, Callable[[Example], Any]] = {
     # Signal 0 asks whether one could: a broken lock must not cost the machine.
     "kill all": _kill(lambda example: -1, 0),
     "kill driver": _kill(lambda example: int(example["driver"]), 0),
-    "kill nursery": _kill(lambda example: int(example["nursery"]), 0),
+    "kill zygote": _kill(lambda example: int(example["zygote"]), 0),
     "reach others": _reach_others,
     "kill group": _kill_group,
     "close files": _close_files,

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-PATIENCE_S = 120.0  # then a test hangs
+from tests.patience import PATIENCE_S
 
 
 def processes() -> dict[int, tuple[int, str]]:
@@ -53,17 +53,17 @@ def eventually(what: Callable[[], bool], within_s: float = PATIENCE_S) -> bool:
     return True
 
 
-def nursery_of(pool: Any) -> int:
+def zygote_of(pool: Any) -> int:
     """The process that makes a pool's workers."""
-    number: int = pool._crew._nursery._pid
+    number: int = pool._workers._zygote._pid
     return number
 
 
 @contextmanager
 def time_limit(pool: Any, seconds: float) -> Iterator[None]:
     """Of what a pool's workers are asked meanwhile, or have been asked."""
-    before, pool._crew._timeout_s = pool._crew._timeout_s, seconds
+    before, pool._workers._timeout_s = pool._workers._timeout_s, seconds
     try:
         yield
     finally:
-        pool._crew._timeout_s = before
+        pool._workers._timeout_s = before

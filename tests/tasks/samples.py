@@ -156,7 +156,7 @@ class Writer:
 class Count:
     """Counts its steps up to the example's `n`; some words make it misbehave."""
 
-    closed: list[int] = []  # noqa: RUF012 -- shared by the sessions of a worker
+    closed: list[int] = []  # noqa: RUF012 -- shared by the episodes of a worker
 
     def reset(self, example: dict[str, Any]) -> Any:
         self.n = example["n"]

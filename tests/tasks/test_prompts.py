@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dora_rl.core.protocol.errors import UserError
 from dora_rl.tasks.errors import TaskError
 from dora_rl.tasks.permutations import permute
 from dora_rl.tasks.prompts import PromptStream, prompt_of
@@ -126,7 +127,7 @@ def test_a_file_is_read_by_line(tmp_path: Path) -> None:
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     path = write(tmp_path / "p.jsonl", '{"prompt": "x"}', line)
-    with pytest.raises(TaskError, match=message):
+    with pytest.raises(UserError, match=message):
         stream_of(path)
 
 
@@ -249,7 +250,7 @@ def test_a_function_may_end_its_stream() -> None:
     ],
 )
 def test_sources_that_cannot_be_used(prompts: Any, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(TaskError, match=message):
+    with pytest.raises(UserError, match=message):
         stream_of(prompts, options=options)
 
 

@@ -11,25 +11,27 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dora_rl.machine.fast_paths import PORTABLE, on_linux
+from dora_rl.sandbox import worker_pool, zygote
+from dora_rl.sandbox.errors import LoadError
+from dora_rl.sandbox.protocol import UserFunction
 from dora_rl.tasks.errors import TaskError
-from dora_rl.tasks.workers import crew, nursery
-from dora_rl.tasks.workers.scores import Outcome, ScoreJob, ScorePool
-from dora_rl.tasks.workers.wire import Part
+from dora_rl.tasks.scores import Outcome, ScoreJob, ScorePool
+from tests.patience import PATIENCE_S
 from tests.tasks import samples
 from tests.tasks.processes import (
-    PATIENCE_S,
     descendants,
     eventually,
     named,
-    nursery_of,
     processes,
     time_limit,
+    zygote_of,
 )
 
 LINUX = pytest.mark.skipif(not on_linux(), reason="what Linux alone can keep away")
@@ -40,7 +42,7 @@ TIMED_OUT = f"timeout after {TIMEOUT_S} s"
 
 def pool_of(function: Any, **settings: Any) -> ScorePool:
     settings = {"workers": 1, "timeout_s": PATIENCE_S, "memory_mb": 256} | settings
-    return ScorePool([Part(name="act", function=function)], **settings)
+    return ScorePool([UserFunction(name="act", function=function)], **settings)
 
 
 def job(response: str, **example: Any) -> ScoreJob:
@@ -51,7 +53,7 @@ def run(pool: ScorePool, what: str) -> Outcome:
     """A job's outcome; of one that never ends, soon."""
     with pytest.MonkeyPatch.context() as patch:
         if what == "hang up":
-            patch.setattr(crew, "_FAREWELL_S", 0.2)
+            patch.setattr(worker_pool, "_EXIT_REPORT_S", 0.2)
         with time_limit(pool, TIMEOUT_S if what in ("hang", "spin") else PATIENCE_S):
             return pool.run(job(what))
 
@@ -60,7 +62,7 @@ def run(pool: ScorePool, what: str) -> Outcome:
 def secret() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DORA_TEST_SECRET", "swordfish")
-        patch.setattr(crew, "_FAREWELL_S", PATIENCE_S)
+        patch.setattr(worker_pool, "_EXIT_REPORT_S", PATIENCE_S)
         yield
 
 
@@ -173,11 +175,11 @@ def test_the_system_does_not_tell_secrets(kind: str, request: pytest.FixtureRequ
 @LINUX
 def test_a_fork_forgets_the_environment_that_the_driver_began_with() -> None:
     program = """
-        from dora_rl.tasks.workers.scores import ScoreJob, ScorePool
-        from dora_rl.tasks.workers.wire import Part
+        from dora_rl.tasks.scores import ScoreJob, ScorePool
+        from dora_rl.sandbox.protocol import UserFunction
         from tests.tasks.samples import act
         own = lambda response, example: act(response, example)
-        with ScorePool([Part(name="act", function=own)], workers=1) as pool:
+        with ScorePool([UserFunction(name="act", function=own)], workers=1) as pool:
             print(pool.run(ScoreJob(response="own environment")).reward)
             print(pool.run(ScoreJob(response="secret")).reward)
     """
@@ -213,7 +215,7 @@ def test_every_job_has_exactly_one_outcome() -> None:
         while pool.outstanding:
             for worker, ticket in pool._running.items():
                 if wanted[ticket] == "hang":  # long enough
-                    pool._crew._workers[worker].asked_at = -PATIENCE_S
+                    pool._workers._workers[worker].asked_at = -PATIENCE_S
             outcomes += pool.poll(PATIENCE_S)
         assert sorted(outcome.ticket for outcome in outcomes) == list(wanted)
         assert pool.poll() == []
@@ -271,9 +273,11 @@ def test_the_limit_holds_even_if_nobody_looks() -> None:
         return 1.0
 
     with pool_of(nap, timeout_s=0.1) as pool:
-        while not pool.outstanding or (pool.due_in_s() or 1.0) > 0.1:  # none is at work yet
-            pool.submit(pool.outstanding, job(""))
+        for ticket in count():
+            pool.submit(ticket, job(""))
             pool.poll(0.02)
+            if pool.outstanding and (pool.due_in_s() or 1.0) <= 0.1:
+                break  # one is at work
         time.sleep(0.5)
         failures = {outcome.failure for outcome in pool.poll(PATIENCE_S)}
     assert failures == {"timeout after 0.1 s"}
@@ -311,7 +315,7 @@ def test_numbers_beyond_64_bits_pass() -> None:
     ],
 )
 def test_what_cannot_be_loaded_is_said_at_once(function: Any, message: str) -> None:
-    with pytest.raises(TaskError, match=message):
+    with pytest.raises(LoadError, match=message):
         pool_of(function)
 
 
@@ -347,9 +351,9 @@ def test_a_reward_takes_what_it_names() -> None:
 
 def test_several_rewards_are_weighted() -> None:
     spec = [
-        Part(name="long", function=samples.length, weight=0.25),
-        Part(name="both", function=samples.parts, weight=2.0),
-        Part(name="off", function="exact", weight=0.0),
+        UserFunction(name="long", function=samples.length, weight=0.25),
+        UserFunction(name="both", function=samples.parts, weight=2.0),
+        UserFunction(name="off", function="exact", weight=0.0),
     ]
     with ScorePool(spec, workers=1) as pool:
         outcome = pool.run(ScoreJob(response="four", answer="four"))
@@ -388,7 +392,7 @@ def test_a_pool_in_a_running_event_loop() -> None:
 
 
 def test_workers_that_cannot_start_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nursery, "_work", lambda channel, servant: os._exit(9))
+    monkeypatch.setattr(zygote, "_work", lambda channel, service: os._exit(9))
     with pool_of(lambda response: 1.0) as pool:  # a fork has the patch as well
         outcome = pool.run(job("good"))
         assert pool.run(job("good")).failure == outcome.failure
@@ -400,7 +404,7 @@ def test_closing_ends_all_and_may_be_repeated() -> None:
     pool = pool_of("tests.tasks.samples:act", workers=2)
     pool.run(job("good"))
     pool.submit(1, job("hang"))
-    everybody = descendants(nursery_of(pool)) | {nursery_of(pool)}
+    everybody = descendants(zygote_of(pool)) | {zygote_of(pool)}
     assert len(everybody) >= 3
     pool.close()
     pool.close()
@@ -415,10 +419,10 @@ def test_workers_die_with_the_driver(how: str) -> None:
     name = f"child-{secrets.token_hex(3)}"
     program = f"""
         import time
-        from dora_rl.tasks.workers.scores import ScoreJob, ScorePool
-        from dora_rl.tasks.workers.wire import Part
+        from dora_rl.tasks.scores import ScoreJob, ScorePool
+        from dora_rl.sandbox.protocol import UserFunction
         from tests.tasks.samples import act
-        pool = ScorePool([Part(name="act", function={how})], workers=1, timeout_s=600)
+        pool = ScorePool([UserFunction(name="act", function={how})], workers=1, timeout_s=600)
         print(pool.run(ScoreJob(response="good")).reward, flush=True)
         pool.submit(1, ScoreJob(response="child", example=dict(name={name!r}, escape=True)))
         pool.poll(600)
@@ -439,12 +443,12 @@ def test_workers_die_with_the_driver(how: str) -> None:
 
 
 @LINUX
-def test_the_nursery_can_be_lost(pool: ScorePool) -> None:
+def test_the_zygote_can_be_lost(pool: ScorePool) -> None:
     pool.run(job("good"))
-    everybody = descendants(nursery_of(pool)) | {nursery_of(pool)}
+    everybody = descendants(zygote_of(pool)) | {zygote_of(pool)}
     pool.submit(1, job("hang"))
     pool.poll(0.05)
-    os.kill(nursery_of(pool), 9)
+    os.kill(zygote_of(pool), 9)
     (outcome,) = pool.poll(PATIENCE_S)
     assert "killed" in str(outcome.failure)
     assert eventually(lambda: not everybody & set(processes()))
@@ -454,7 +458,7 @@ def test_the_nursery_can_be_lost(pool: ScorePool) -> None:
 def test_python_blocks_sockets_where_the_system_does_not() -> None:
     program = """
         import asyncio, socket
-        from dora_rl.tasks.workers.isolation import block_sockets
+        from dora_rl.sandbox.isolation import block_sockets
         block_sockets()
         for attempt in (
             lambda: socket.socket(),

@@ -1,5 +1,6 @@
-"""A task as a whole: from settings or objects to prompts, tokens, scores and sessions."""
+"""A task as a whole: from settings or objects to prompts, tokens, scores and environments."""
 
+import functools
 import importlib
 import json
 import re
@@ -10,22 +11,25 @@ from typing import Any
 
 import pytest
 
-from dora_rl import linux
 from dora_rl.config import dump_toml, validate
-from dora_rl.core.errors import UserError
+from dora_rl.core.protocol.errors import UserError
 from dora_rl.samples import Trajectory
+from dora_rl.sandbox import linux
+from dora_rl.sandbox.errors import LoadError
+from dora_rl.sandbox.objects import import_object, name_of
 from dora_rl.tasks.errors import TaskError
-from dora_rl.tasks.names import import_object, name_of
+from dora_rl.tasks.fingerprints import UNREADABLE
 from dora_rl.tasks.settings import RewardSettings, TaskSettings
 from dora_rl.tasks.sources import Gym
-from dora_rl.tasks.task import Task, reward_parts
+from dora_rl.tasks.task import Task, reward_functions
+from tests.isolation import skip_weaker
+from tests.patience import PATIENCE_S
 from tests.tasks import samples
 from tests.tasks.models import make_directory
-from tests.tasks.processes import PATIENCE_S
 
 ROWS = [{"prompt": f"{n} + 1?", "answer": str(n + 1)} for n in range(4)]
 TRAJECTORY = Trajectory(
-    trajectory=3,
+    id=3,
     group=1,
     version=0,
     prompt=(1,),
@@ -167,12 +171,15 @@ def test_a_reward_writes_where_it_is_allowed_to(
     ]
     with tasks[0].score_pool() as pool:
         if pool.isolation.writes != "scratch":
-            pytest.skip("no Landlock")
+            skip_weaker("no Landlock")
         (prompt,) = tasks[0].stream.read(0, 1)
         assert pool.run(tasks[0].job(prompt, "kept")).reward == 1.0
-        assert "PermissionError" in str(pool.run(tasks[0].job(prompt, "other")).failure)
+        refused = ("PermissionError", "Read-only file system")
+        failure = str(pool.run(tasks[0].job(prompt, "other")).failure)
+        assert any(words in failure for words in refused), failure
     assert play(tasks[1], "kept") is None
-    assert "PermissionError" in str(play(tasks[1], "other"))
+    failure = str(play(tasks[1], "other"))
+    assert any(words in failure for words in refused), failure
     assert [path.name for path in (tmp_path / "other").iterdir()] == []
 
 
@@ -220,7 +227,7 @@ def test_what_workers_do_not_see_cannot_be_writable(
     place = place.format(home=home)
     if not Path(place).exists():
         pytest.skip(f"no {place} here")
-    with pytest.raises(TaskError, match=re.escape(f"`{name}` is in `{place}`, which is kept")):
+    with pytest.raises(TaskError, match=re.escape(f"`{name}` is in `{place}`, which is hidden")):
         open_task(prompts=ROWS, reward="exact", writable=(".", name))
 
 
@@ -256,7 +263,8 @@ def test_what_is_not_kept_from_the_workers_is_known(monkeypatch: pytest.MonkeyPa
     task = open_task(prompts=ROWS, reward=lambda response: 0.0, environment=samples.Count)
     with task.score_pool() as pool:
         assert task.gaps == tuple(pool.isolation.gaps())
-    monkeypatch.setattr(linux, "confine_writes", lambda *_: False)  # a fork has it as well
+    for name in ("confine_files", "mount_read_only"):  # a fork has it as well
+        monkeypatch.setattr(linux, name, lambda *_: False)
     task.score_pool().close()
     assert "files outside the scratch directory (no Landlock)" in task.gaps
     once = task.gaps
@@ -265,15 +273,19 @@ def test_what_is_not_kept_from_the_workers_is_known(monkeypatch: pytest.MonkeyPa
 
 
 def test_rewards_in_every_form() -> None:
-    assert [part.name for part in reward_parts("exact")] == ["exact"]
-    assert [part.name for part in reward_parts("a.b:C.d")] == ["C.d"]
-    assert [part.name for part in reward_parts(samples.length)] == ["length"]
-    assert [part.name for part in reward_parts({"x": "exact", "y": samples.length})] == ["x", "y"]
-    assert [part.name for part in reward_parts([samples.length, lambda response: 0])] == [
+    assert [function.name for function in reward_functions("exact")] == ["exact"]
+    assert [function.name for function in reward_functions("a.b:C.d")] == ["C.d"]
+    assert [function.name for function in reward_functions(samples.length)] == ["length"]
+    assert [
+        function.name for function in reward_functions({"x": "exact", "y": samples.length})
+    ] == ["x", "y"]
+    assert [
+        function.name for function in reward_functions([samples.length, lambda response: 0])
+    ] == [
         "length",
         "<lambda>",
     ]
-    assert reward_parts(None) == ()
+    assert reward_functions(None) == ()
 
 
 def test_fingerprints_tell_tasks_apart(tmp_path: Path) -> None:
@@ -368,7 +380,7 @@ def test_math_is_verified(response: str, answer: str, score: float) -> None:
 def test_neither_tasks_nor_workers_load_what_is_heavy() -> None:
     program = (
         "import sys\n"
-        "import dora_rl.tasks.workers.__main__\n"
+        "import dora_rl.sandbox.zygote_main\n"
         "print(*{'torch', 'pydantic', 'numpy', 'jinja2', 'tokenizers'} & sys.modules.keys())\n"
         "import dora_rl.tasks.task\n"
         "print(*{'torch', 'numpy', 'jinja2', 'transformers', 'tokenizers'} & sys.modules.keys())\n"
@@ -377,3 +389,150 @@ def test_neither_tasks_nor_workers_load_what_is_heavy() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert done.stdout == "\n\n"
+
+
+# What a resume compares
+
+
+def outside_sys_path(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+    """The directory is the working one, and on no search path, as for the console script."""
+    monkeypatch.chdir(directory)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", ".")])
+
+
+@pytest.mark.parametrize("of", ["reward", "environment"])
+def test_code_in_the_working_directory_is_told_apart(
+    of: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also that of a package, and of modules that the code imports."""
+    outside_sys_path(monkeypatch, tmp_path)
+    (tmp_path / "own").mkdir()
+    files = {
+        "own/__init__.py": "",
+        "own/code.py": "from .more import X\n",
+        "own/more.py": "X = 1\n",
+    }
+
+    def fingerprint() -> str:
+        return open_task(prompts=ROWS, **{of: "own.code:thing"}).fingerprints[of]
+
+    def write() -> None:
+        for name, text in files.items():
+            (tmp_path / name).write_text(text)
+
+    write()
+    before = fingerprint()
+    for name in files:
+        (tmp_path / name).write_text(files[name] + "Y = 2\n")
+        assert fingerprint() != before, name
+        write()
+        assert fingerprint() == before, name
+    assert "own" not in sys.modules
+
+
+def test_a_module_in_a_directory_that_is_named_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "a_reward_elsewhere.py").write_text("def reward(r, /): return 7\n")
+    outside_sys_path(monkeypatch, tmp_path)
+    how: dict[str, Any] = {"reward": "a_reward_elsewhere:reward", "prompts": ROWS}
+    with pytest.raises(LoadError, match=r"task.reward: no module `a_reward_elsewhere`"):
+        open_task(**how).fingerprints  # noqa: B018
+    task = open_task(**how, import_path=("elsewhere",))
+    assert len(task.fingerprints["reward"]) == 32
+    (prompt,) = task.stream.read(0, 1)
+    with task.score_pool() as pool:
+        assert pool.run(task.job(prompt, "")).reward == 7.0
+
+
+def test_prompts_of_two_modules_of_one_name_are_not_confused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outside_sys_path(monkeypatch, tmp_path)
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "rows_of_two.py").write_text(f"rows = ['{folder}']\n")
+
+    def first(folder: str) -> str | None:
+        task = open_task(prompts="rows_of_two:rows", reward="exact", import_path=(folder,))
+        return task.stream.read(0, 1)[0].text
+
+    try:
+        assert first("a") == "a"
+        monkeypatch.setattr(sys, "path", [entry for entry in sys.path if "/a" not in entry[-2:]])
+        with pytest.raises(LoadError, match=r"was imported from .*Rename one"):
+            first("b")
+    finally:
+        sys.modules.pop("rows_of_two", None)
+
+
+def test_the_code_of_prompts_counts_beyond_the_first_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outside_sys_path(monkeypatch, tmp_path)
+    file = tmp_path / "rows_in_time.py"
+
+    def fingerprint(row: str) -> str:
+        file.write_text(f"def row(position, seed): return {row}\n")
+        sys.modules.pop("rows_in_time", None)
+        importlib.invalidate_caches()
+        return open_task(prompts="rows_in_time:row", reward="exact").fingerprints["prompts"]
+
+    try:
+        assert fingerprint("'x'") != fingerprint("'x' if position < 99 else 'y'")
+    finally:
+        sys.modules.pop("rows_in_time", None)
+
+
+def test_every_row_of_a_long_list_counts_and_those_that_evaluate_too() -> None:
+    rows = [{"prompt": str(n)} for n in range(10_000)]
+    changed = [*rows[:17], {"prompt": "other"}, *rows[18:]]
+
+    def fingerprint(prompts: list[Any], evaluate: list[Any] | None = None) -> str:
+        settings = TaskSettings()
+        task = Task.open(
+            settings,
+            model_directory=None,
+            seed=0,
+            reward="exact",
+            prompts=prompts,
+            eval_prompts=evaluate,
+        )
+        return task.fingerprints["prompts"]
+
+    found = [fingerprint(rows), fingerprint(changed), fingerprint(rows, ROWS)]
+    found.append(fingerprint(rows, ROWS[1:]))
+    assert len(set(found)) == 4
+
+
+class Scaled:
+    """A reward that is an object."""
+
+    def __init__(self, scale: Any) -> None:
+        self.scale = scale
+
+    def __call__(self, response: str) -> float:
+        return float(self.scale * len(response))
+
+
+def test_an_object_is_known_by_its_code_and_what_it_holds() -> None:
+    def fingerprint(reward: Any) -> str:
+        return open_task(prompts=ROWS, reward=reward).fingerprints["reward"]
+
+    assert fingerprint(Scaled(1)) == fingerprint(Scaled(1)) != fingerprint(Scaled(2))
+    one, two = (functools.partial(scaled, scale=scale) for scale in (1, 2))
+    assert fingerprint(one) == fingerprint(one) != fingerprint(two)
+
+
+def scaled(response: str, scale: int) -> float:
+    return float(scale * len(response))
+
+
+def test_code_that_cannot_be_read_is_so_marked() -> None:
+    typed: dict[str, Any] = {}
+    exec("def reward(response): return 1.0\ndef rows(): yield 'x'", typed)
+    task = open_task(prompts=typed["rows"](), reward=typed["reward"])
+    assert task.fingerprints["reward"] == task.fingerprints["prompts"] == UNREADABLE
+    held = open_task(prompts=ROWS, reward=Scaled(object()))
+    assert held.fingerprints["reward"] == UNREADABLE

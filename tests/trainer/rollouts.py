@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from dora_rl.core.types import Segment
+from dora_rl.core.protocol.types import Segment
 from dora_rl.engines.base import FinishReason, Request, Sampled, Sampling
 from dora_rl.engines.embedded import EmbeddedEngine, EngineSettings
 from dora_rl.samples import Sample, Trajectory
-from dora_rl.weights.store import WeightStore
+from dora_rl.transports.weights.shared_directory import WeightStore
 
 
 class Rollouts:
@@ -43,11 +43,11 @@ class Rollouts:
                 tokens[output.trajectory] += output.tokens
                 logprobs[output.trajectory] += output.logprobs
                 truncated[output.trajectory] = output.finish is not FinishReason.STOP_TOKEN
-        self._engine.retire(version)
+        self._engine.evict(version)
         return [
             Sample(
                 trajectory=Trajectory(
-                    trajectory=i,
+                    id=i,
                     group=i // self._group_size,
                     version=version,
                     prompt=request.prompt,

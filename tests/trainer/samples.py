@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from dora_rl.algorithms.settings import AlgorithmSettings
-from dora_rl.core.types import Segment
+from dora_rl.core.protocol.types import Segment
 from dora_rl.samples import Sample, Span, Trajectory
 from dora_rl.trainer.settings import TrainSettings
 from dora_rl.trainer.trainer import Trainer
-from dora_rl.weights.store import WeightStore
+from dora_rl.transports.weights.shared_directory import WeightStore
 
 VOCAB = 97
 
@@ -40,7 +40,7 @@ def sample(
     }
     return Sample(
         trajectory=Trajectory(
-            trajectory=trajectory,
+            id=trajectory,
             group=trajectory // group_size,
             version=version,
             prompt=prompt,

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_rl.core.types import Segment
+from dora_rl.core.protocol.types import Segment
 from dora_rl.samples import Span
 from dora_rl.trainer.batches import collate, make_batch
 from dora_rl.trainer.errors import StepRejected
@@ -87,3 +87,21 @@ def test_a_batch_is_neither_empty_nor_double() -> None:
         make_batch([], vocab_size=VOCAB)
     with pytest.raises(StepRejected, match="trajectory `3` is twice"):
         make_batch([sample(3), sample(3)], vocab_size=VOCAB)
+
+
+def test_a_packed_micro_batch_has_no_padding() -> None:
+    batch = make_batch(batch_of(3), vocab_size=VOCAB)
+    rows = (4, 0, 7)
+    packed, plain = (collate(batch, rows, packed=packed) for packed in (True, False))
+    assert packed.padding == 0 < plain.padding
+    assert packed.lengths == tuple(batch.lengths[row] for row in rows)
+    assert packed.input_BT.tolist() == [
+        [token for row in rows for token in batch.tokens[row][:-1].tolist()]
+    ]
+    # Each position holds the token before the one that it predicts, as in a padded one.
+    for micro in (packed, plain):
+        read = micro.input_BT.flatten()[micro.positions_T]
+        before = [batch.tokens[r][batch.prompts[r] - 1 : -1] for r in rows]
+        assert torch.equal(read, torch.cat(before))
+    assert torch.equal(packed.targets_T, plain.targets_T)
+    assert torch.equal(packed.flat_T, plain.flat_T)

@@ -6,7 +6,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_rl.trainer.buckets import MAX_PADDING, microbatches, minibatches, plan, shares
+from dora_rl.trainer.buckets import MAX_PADDING, assign, microbatches, minibatches, packs, shares
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=60)
 
@@ -52,17 +52,31 @@ def test_minibatches_keep_groups_whole_and_tokens_even(
     assert max(sizes) - min(sizes) <= largest
 
 
-@given(LENGTHS, st.integers(1, 600), st.integers(1, 5))
-def test_every_rank_has_equally_many_calls(lengths: list[int], budget: int, ranks: int) -> None:
-    planned = plan(range(len(lengths)), lengths, budget, ranks)
-    assert len(planned) == ranks
-    assert len({len(mine) for mine in planned}) == 1
-    found = Counter(row for mine in planned for rows in mine for row in rows)
-    assert found == Counter(range(len(lengths)))
-    tokens = [
-        sum(lengths[r] for r in share) for share in shares(range(len(lengths)), lengths, ranks)
-    ]
-    assert max(tokens) - min(tokens) <= max(lengths)
+@given(LENGTHS, st.integers(1, 5), st.integers(1, 5))
+def test_every_rank_has_its_share_of_every_minibatch(
+    lengths: list[int], count: int, ranks: int
+) -> None:
+    parts = minibatches(range(len(lengths)), lengths, count)
+    rank_of = assign(parts, lengths, ranks)
+    assert len(rank_of) == len(lengths)
+    for part in parts:
+        tokens = [sum(lengths[r] for r in part if rank_of[r] == rank) for rank in range(ranks)]
+        assert max(tokens) - min(tokens) <= max(lengths)
+        assert any(rank_of[row] == 0 for row in part)
+        # It is the deal of the part by itself.
+        for rank, rows in enumerate(shares(part, lengths, ranks)):
+            assert all(rank_of[row] == rank for row in rows)
+
+
+@given(LENGTHS, st.integers(1, 600))
+def test_packs_hold_every_row_once_within_the_budget(lengths: list[int], budget: int) -> None:
+    found = packs(range(len(lengths)), lengths, budget)
+    assert Counter(row for rows in found for row in rows) == Counter(range(len(lengths)))
+    sizes = [sum(lengths[row] for row in rows) for rows in found]
+    for rows, size in zip(found, sizes, strict=True):
+        assert size <= budget or len(rows) == 1
+    # No two could be one: more than half of every pack but one is used.
+    assert all(one + other > budget for one, other in pairwise(sorted(sizes)))
 
 
 def test_the_order_does_not_matter_to_what_goes_together() -> None:

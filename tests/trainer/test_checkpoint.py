@@ -1,4 +1,4 @@
-"""Checkpoints: transformers loads them, training goes on to the bit, others are refused."""
+"""Checkpoints: transformers loads them, training continues to the bit, others are refused."""
 
 import json
 import shutil
@@ -87,7 +87,7 @@ ALL_AT_ONCE: dict[str, Any] = {
 @example(training=ALL_AT_ONCE, seed=0)
 @given(training=TRAINING, seed=st.integers(0, 1000))
 def test_restored_is_as_never_stopped(model: Path, training: dict[str, Any], seed: int) -> None:
-    """Whatever the settings: three steps, a checkpoint and two steps, in one life or in two."""
+    """Whatever the settings: three steps, a checkpoint and two steps, in one process or in two."""
 
     def go_on(first: int, last: int) -> list[dict[str, float]]:
         reports = []

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dora_rl.trainer import checkpoint
+from dora_rl.trainer.checkpoint_writer import CheckpointWriter
 from dora_rl.trainer.errors import CheckpointError
-from dora_rl.trainer.saving import Saving
 from tests.models.random_models import make_model
 from tests.trainer.samples import all_of, batch_of, opened, same
 from tests.weights.samples import identical, weights
@@ -40,7 +40,7 @@ def in_the_foreground(directory: Path, step: int) -> str | None:
 
 
 def in_the_background(directory: Path, step: int) -> str | None:
-    saving = Saving(directory, partial(write, directory, step))
+    saving = CheckpointWriter(directory, partial(write, directory, step))
     saving.wait()
     return saving.failure
 

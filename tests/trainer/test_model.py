@@ -7,12 +7,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import Gemma2Config, Gemma2ForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from dora_rl.machine.fast_paths import PORTABLE
 from dora_rl.models.errors import ModelError
 from dora_rl.samples import Span
 from dora_rl.trainer.batches import collate, make_batch
-from dora_rl.trainer.model import Policy, load, other_weights
+from dora_rl.trainer.model import Policy, _kind, attention, load, other_weights
 from dora_rl.trainer.settings import TrainSettings
 from dora_rl.weights.errors import WeightsError
 from dora_rl.weights.huggingface import map_model
@@ -57,6 +59,46 @@ def test_a_padded_batch_without_a_mask_is_each_sequence_by_itself(
             torch.testing.assert_close(found[part], wanted, rtol=1e-4, atol=1e-4)
             spread = -(logprobs.exp() * logprobs).sum(-1)
             torch.testing.assert_close(entropy[part], spread, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=10)
+@given(seed=st.integers(0, 99))
+def test_a_packed_row_is_each_sequence_by_itself(
+    policies: dict[str, Policy], family: str, seed: int
+) -> None:
+    """Here by a mask that transformers make of the positions; `make test-gpu` has the kernel."""
+    policy = policies[family]
+    batch = make_batch(batch_of(seed), vocab_size=VOCAB)
+    rows = tuple(range(len(batch.samples)))
+    with torch.no_grad():
+        found, wanted = (
+            policy(m.input_BT, m.positions_T, m.targets_T, m.sampled_T, m.lengths)[0]
+            for m in (collate(batch, rows, packed=packed) for packed in (True, False))
+        )
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_without_a_gpu_nothing_is_packed() -> None:
+    kind = LlamaForCausalLM
+    assert attention(torch.device("cpu"), TrainSettings(dtype="bfloat16"), kind) == "sdpa"
+
+
+def test_only_a_model_that_supports_it_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where flash-attn is installed; the kernel itself is not run."""
+    available = "transformers.utils.import_utils.is_flash_attn_2_available"
+    monkeypatch.setattr(available, lambda: True)
+    monkeypatch.delenv(PORTABLE, raising=False)
+    gpu, train = torch.device("cuda"), TrainSettings(dtype="bfloat16")
+
+    class Old(LlamaForCausalLM):
+        _supports_flash_attn = False
+
+    assert attention(gpu, train, _kind(LlamaConfig())) == "flash_attention_2"
+    assert attention(gpu, train, Old) == "sdpa"
+    assert attention(gpu, train, object) == "sdpa"
+    monkeypatch.setenv(PORTABLE, "1")
+    assert attention(gpu, train, LlamaForCausalLM) == "sdpa"
 
 
 def test_observed_tokens_have_no_logprob_and_change_no_other(policies: dict[str, Policy]) -> None:
@@ -110,6 +152,38 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "model_type": "nonsense"}))
     with pytest.raises(ModelError, match="transformers cannot load"):
+        load(directory, TrainSettings(), 1.0)
+
+
+def test_a_head_that_is_tied_to_what_it_differs_from_is_refused(tmp_path: Path) -> None:
+    """Training would begin with the embeddings as its head, which is another policy."""
+    directory = make_model(tmp_path, "llama", seed=1, tie_word_embeddings=True)
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    embeddings = tensors["model.embed_tokens.weight"]
+    save_file({**tensors, "lm_head.weight": embeddings.clone()}, file, {"format": "pt"})
+    load(directory, TrainSettings(), 1.0)  # written twice, and the same
+    save_file({**tensors, "lm_head.weight": embeddings + 1}, file, {"format": "pt"})
+    with pytest.raises(ModelError, match=r"`lm_head.weight` and `model.embed_tokens.weight` diff"):
+        load(directory, TrainSettings(), 1.0)
+
+
+def test_a_model_with_buffers_in_its_files_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would be computed anew instead, and be missing in what is published."""
+    directory = make_model(tmp_path, "llama", seed=1)
+    build = LlamaForCausalLM.__init__
+
+    def with_buffer(self: LlamaForCausalLM, config: LlamaConfig) -> None:
+        build(self, config)
+        self.model.register_buffer("correction", torch.zeros(3))
+
+    monkeypatch.setattr(LlamaForCausalLM, "__init__", with_buffer)
+    load(directory, TrainSettings(), 1.0)  # in no file: nothing is lost
+    file = directory / "model.safetensors"
+    save_file({**load_file(file), "model.correction": torch.ones(3)}, file, {"format": "pt"})
+    with pytest.raises(ModelError, match=r"`model.correction` in the files of `.*` is a buffer"):
         load(directory, TrainSettings(), 1.0)
 
 

@@ -12,10 +12,10 @@ import dora_rl.trainer.trainer as module
 from dora_rl.trainer.errors import StepRejected
 from dora_rl.trainer.progress import Progress, nothing
 from dora_rl.trainer.trainer import Trainer
-from dora_rl.weights.store import WeightStore
+from dora_rl.transports.weights.shared_directory import WeightStore
 from tests.models.random_models import make_model
 from tests.trainer.samples import all_of, batch_of, opened, same
-from tests.trainer.test_saving import held
+from tests.trainer.test_checkpoint_writer import held
 from tests.trainer.test_trainer import poisoned
 
 torch.set_num_threads(1)

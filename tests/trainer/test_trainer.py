@@ -8,12 +8,12 @@ import msgspec
 import pytest
 import torch
 
-from dora_rl.samples import Sample
+from dora_rl.samples import Sample, Span
 from dora_rl.trainer.errors import StepRejected, TrainerError
 from dora_rl.trainer.trainer import Trainer
-from dora_rl.weights.store import WeightStore
+from dora_rl.transports.weights.shared_directory import WeightStore
 from tests.models.random_models import make_model
-from tests.trainer.samples import batch_of, opened, weights_of
+from tests.trainer.samples import batch_of, opened, sample, weights_of
 from tests.weights.samples import identical
 
 torch.set_num_threads(1)
@@ -182,6 +182,21 @@ def test_the_report_counts(model: Path, tmp_path: Path) -> None:
     assert wanted <= report.metrics.keys()
 
 
+def test_an_episode_that_fills_max_tokens_has_the_whole_overlong_penalty(
+    model: Path, tmp_path: Path
+) -> None:
+    """Of 64 tokens at most it has 64: 16 that it sampled, 48 that its environment said."""
+    observed = (Span(4, 28), Span(32, 56))
+    tokens = tuple(range(10, 74))
+    episodes = [sample(i, tokens=tokens, observed=observed, reward=1.0) for i in range(3)]
+    short = sample(3, reward=1.0)  # 4 tokens: nothing of it
+    with opened(model, tmp_path / "store", {"preset": "dapo"}) as trainer:
+        metrics = trainer.train(0, (*episodes, short)).metrics
+    assert metrics["reward_mean"] == 1.0
+    assert metrics["shaped_reward_mean"] == pytest.approx(1 - 3 / 4)
+    assert metrics["length_max"] == 16
+
+
 def test_versions_are_published_in_their_order(model: Path, tmp_path: Path) -> None:
     store = WeightStore(tmp_path)
     with opened(model, tmp_path) as trainer:
@@ -228,7 +243,7 @@ def test_recomputed_logprobs_are_those_of_the_version_that_sampled(
         exact = {}
         for version in (0, 1):
             batch = trainer._replica.batch(batch_of(3, version=version))
-            exact[version] = stepper._recompute(batch)
+            exact[version] = stepper._recompute(batch, batch.versions)
         assert identical(weights, weights_of(trainer))
         assert (exact[0] - exact[1]).abs().max() > 0.01
         now, _ = stepper._pass(batch)
@@ -241,7 +256,7 @@ def test_recomputed_logprobs_are_those_of_the_version_that_sampled(
             for i, s in enumerate(batch_of(3))
         )
         batch = trainer._replica.batch(mixed)
-        found = stepper._recompute(batch)
+        found = stepper._recompute(batch, batch.versions)
         wanted = torch.where(batch.version_T == 0, exact[0], exact[1])
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 

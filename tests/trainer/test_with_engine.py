@@ -9,7 +9,7 @@ from dora_rl.algorithms.settings import AlgorithmSettings
 from dora_rl.engines.base import Sampling
 from dora_rl.trainer.settings import TrainSettings
 from dora_rl.trainer.trainer import Trainer
-from dora_rl.weights.store import WeightStore
+from dora_rl.transports.weights.shared_directory import WeightStore
 from tests.models.random_models import FAMILIES, make_model
 from tests.trainer.rollouts import Rollouts
 

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from dora_rl.transports.weights.shared_directory import WeightStore
 from dora_rl.weights import disk
 from dora_rl.weights.errors import WeightsError
-from dora_rl.weights.store import WeightStore
 from tests.weights.samples import weights
 
 

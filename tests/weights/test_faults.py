@@ -15,14 +15,15 @@ from typing import Any
 import pytest
 
 import tests
+from dora_rl.transports.weights.shared_directory import WeightStore
 from dora_rl.weights import disk
 from dora_rl.weights.errors import WeightsError
-from dora_rl.weights.store import WeightStore
+from tests.patience import PATIENCE_S
 from tests.weights.samples import identical, weights
 
 CALLS = {
     *("open", "read", "write", "fsync", "close", "mkdir", "rename", "unlink", "rmdir"),
-    *("lstat", "fstat", "listdir", "scandir"),
+    *("lstat", "fstat", "fchmod", "listdir", "scandir"),
 }
 SHARD = 60  # bytes a file, so that several are written
 
@@ -317,7 +318,7 @@ def test_a_killed_process_frees_the_store(tmp_path: Path) -> None:
     with publisher(tmp_path, kill=4) as process:
         assert answer(process) == "ready"
         ask(process, 2, 2)
-        assert process.wait(timeout=60) == -signal.SIGKILL
+        assert process.wait(timeout=PATIENCE_S) == -signal.SIGKILL
     assert store.versions() == [1]
     assert [name for name in os.listdir(tmp_path) if name.startswith(".publishing-")]
     check_recovers(store)

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from dora_rl.weights import files
+from dora_rl.weights import header
 from dora_rl.weights.errors import WeightsError
-from dora_rl.weights.files import encode_head, map_tensors
+from dora_rl.weights.files import map_tensors
+from dora_rl.weights.header import encode_head
 from dora_rl.weights.tensors import bytes_of, check_finite, digests, ready
 from tests.weights.samples import DTYPES, identical, raw, weights
 
@@ -122,12 +123,12 @@ def test_a_header_that_is_too_long_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "x.safetensors"
-    length = files.MAX_HEADER_BYTES + 1
+    length = header.MAX_HEADER_BYTES + 1
     with open(path, "wb") as file:  # sparse: it takes no space
         file.write(struct.pack("<Q", length) + b"{}")
         file.truncate(8 + length)
     monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("the header was read"))
-    assert f"has {length} bytes; the limit is {files.MAX_HEADER_BYTES}" in refused(path)
+    assert f"has {length} bytes; the limit is {header.MAX_HEADER_BYTES}" in refused(path)
 
 
 def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path) -> None:

@@ -16,12 +16,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dora_rl.transports.weights.shared_directory import WeightStore
 from dora_rl.weights import disk
 from dora_rl.weights.errors import WeightsError
-from dora_rl.weights.files import MAX_HEADER_BYTES, map_tensors
+from dora_rl.weights.files import map_tensors
+from dora_rl.weights.header import MAX_HEADER_BYTES
 from dora_rl.weights.huggingface import map_model
 from dora_rl.weights.loading import open_version
-from dora_rl.weights.store import WeightStore
 from tests.weights.samples import forge, weights
 
 TERABYTE = 1 << 40

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from dora_rl.transports.weights.shared_directory import WeightStore
 from dora_rl.weights.errors import WeightsError
-from dora_rl.weights.store import WeightStore
 from tests.weights.samples import identical, weights
 
 INDEX = "model.safetensors.index.json"

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from dora_rl.transports.weights.shared_directory import WeightStore
 from dora_rl.weights.errors import WeightsError
 from dora_rl.weights.loading import open_version
 from dora_rl.weights.manifest import digest_of
-from dora_rl.weights.store import WeightStore
 from tests.weights.samples import forge, identical, replace, replaced, weights
 
 SHARD = 60  # bytes a file: the sample becomes three files

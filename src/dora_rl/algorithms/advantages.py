@@ -13,6 +13,7 @@ from torch import Tensor
 from dora_rl.algorithms.shapes import check_same, check_sequences, masked_mean
 
 _EPS = 1e-6  # far below any spread of rewards that means something
+_EPS_SQUARED = 1e-8  # of whitening: added to the variance, as TRL and verl do
 
 
 def grpo(rewards_N: Tensor, group_N: Tensor) -> Tensor:
@@ -58,7 +59,7 @@ def pass_at_k(rewards_N: Tensor, group_N: Tensor, *, k: int) -> Tensor:
 
     The mean over all k-subsets of the group that hold the member, less the mean over all, by the
     standard deviation over all. With rewards of two values this is the paper's closed form; it
-    goes on to hold with more. A group that fell to k members or fewer gets 0.
+    continues to hold with more. A group that fell to k members or fewer gets 0.
     """
     check_same(rewards_N=rewards_N, group_N=group_N)
     advantages_N = torch.zeros_like(rewards_N)
@@ -97,12 +98,12 @@ def gae(
 
 
 def whiten(values_T: Tensor, mask_T: Tensor) -> Tensor:
-    """Mean 0 and standard deviation 1 over the masked-in entries; 0 elsewhere."""
+    """Mean 0 and variance 1, with n - 1, over the masked-in entries; 0 elsewhere."""
     check_same(values_T=values_T, mask_T=mask_T)
-    wide_T = values_T.double()
-    centred_T = (wide_T - masked_mean(wide_T, mask_T)).masked_fill(mask_T == 0, 0.0)
-    std = masked_mean(centred_T.square(), mask_T).sqrt()
-    return (centred_T / (std + _EPS)).to(values_T.dtype)
+    wide_T, kept_T = values_T.double(), (mask_T != 0).double()
+    centred_T = (wide_T - masked_mean(wide_T, mask_T)) * kept_T
+    variance = centred_T.square().sum() / (kept_T.sum() - 1).clamp(min=1)
+    return (centred_T * (variance + _EPS_SQUARED).rsqrt()).to(values_T.dtype)
 
 
 def _deviations(rewards_N: Tensor, group_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:

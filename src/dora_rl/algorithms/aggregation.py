@@ -16,20 +16,22 @@ def weights(mask_T: Tensor, sequence_T: Tensor, mode: Aggregation, *, max_tokens
 
     - `token`: 1 / tokens; every token counts alike (DAPO, arXiv 2503.14476).
     - `sequence`: 1 / (sequences · its tokens); every sequence counts alike (GRPO, arXiv
-      2402.03300). Sequences that are wholly masked out do not count.
+      2402.03300).
     - `constant`: 1 / (sequences · max_tokens); a token counts the same in every batch
-      (Dr. GRPO, arXiv 2503.20783). Sequences that are wholly masked out do count.
+      (Dr. GRPO, arXiv 2503.20783).
+
+    Sequences that are wholly masked out do count as sequences: how much one weighs does not depend
+    on how many others were left out.
     """
     check_same(mask_T=mask_T, sequence_T=sequence_T)
     check_sequences(sequence_T)
     trained_T = (mask_T != 0).to(torch.float32)
+    num_sequences = max(1, int(torch.unique_consecutive(sequence_T).numel()))
     match mode:
         case "token":
             return trained_T / trained_T.sum().clamp(min=1)
         case "sequence":
-            count_N = sequence_sum(trained_T, sequence_T)
-            weight_N = 1.0 / (count_N.clamp(min=1) * (count_N > 0).sum().clamp(min=1))
-            return trained_T * weight_N[sequence_T]
+            count_N = sequence_sum(trained_T, sequence_T).clamp(min=1)
+            return trained_T / (num_sequences * count_N)[sequence_T]
         case "constant":
-            num_sequences = max(1, int(torch.unique_consecutive(sequence_T).numel()))
             return trained_T * (1 / (num_sequences * max_tokens))

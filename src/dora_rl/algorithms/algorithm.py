@@ -13,7 +13,13 @@ from torch import Tensor
 
 from dora_rl.algorithms import advantages, aggregation, corrections, kl, losses, ratios, shaping
 from dora_rl.algorithms.settings import AlgorithmSettings
-from dora_rl.algorithms.shapes import ShapeError, check_precise, check_same, check_sequences
+from dora_rl.algorithms.shapes import (
+    ShapeError,
+    check_precise,
+    check_same,
+    check_sequences,
+    sequence_sum,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -22,13 +28,25 @@ class Responses:
 
     rewards_N: Tensor
     group_N: Tensor  # int64; which entries are siblings
-    lengths_N: Tensor  # sampled tokens
     truncated_N: Tensor  # bool
-    sequence_T: Tensor  # int64; the row of each token, never falling
+    sequence_T: Tensor  # int64; the row of each token, sampled or observed, never falling
     mask_T: Tensor  # 1 where sampled, 0 where observed
     values_T: Tensor | None = None
     old_logprobs_T: Tensor | None = None
     reference_logprobs_T: Tensor | None = None
+
+    @property
+    def lengths_N(self) -> Tensor:
+        """Tokens of each response, sampled and observed: what `max_tokens` bounds."""
+        return self._count(torch.ones_like(self.sequence_T))
+
+    @property
+    def sampled_N(self) -> Tensor:
+        """Tokens of each response that the policy wrote."""
+        return self._count((self.mask_T != 0).to(torch.int64))
+
+    def _count(self, ones_T: Tensor) -> Tensor:
+        return sequence_sum(ones_T, self.sequence_T, self.rewards_N.numel())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -60,7 +78,7 @@ class Tokens:
 
 
 class Algorithm:
-    """One algorithm, ready for use; `max_tokens` is the longest response that can be sampled."""
+    """One algorithm, ready for use; `max_tokens` bounds a response, observations included."""
 
     def __init__(self, settings: AlgorithmSettings, *, max_tokens: int) -> None:
         if max_tokens < 1:
@@ -91,10 +109,12 @@ class Algorithm:
                 buffer=settings.overlong_buffer,
                 penalty=settings.overlong_penalty,
             )
+        advantages_T, returns_T = self._advantages(responses, rewards_N)
+        # What is not trained on is left out now: what the others are worth does not depend on it.
         mask_T = responses.mask_T
         if settings.mask_truncated:
             mask_T = mask_T.masked_fill(responses.truncated_N.bool()[responses.sequence_T], 0)
-        advantages_T, returns_T = self._advantages(responses, rewards_N, mask_T)
+        advantages_T = advantages_T.masked_fill(mask_T == 0, 0.0)
         metrics = _target_metrics(responses, rewards_N, advantages_T, mask_T)
         return Targets(
             advantages_T=advantages_T, mask_T=mask_T, returns_T=returns_T, metrics=metrics
@@ -129,17 +149,15 @@ class Algorithm:
         sums["loss"] = loss.detach()
         return loss, {name: total.double() for name, total in sums.items()}
 
-    def _advantages(
-        self, responses: Responses, rewards_N: Tensor, mask_T: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        settings, sequence_T = self.settings, responses.sequence_T
+    def _advantages(self, responses: Responses, rewards_N: Tensor) -> tuple[Tensor, Tensor | None]:
+        settings, sequence_T, mask_T = self.settings, responses.sequence_T, responses.mask_T
         penalty_T = self._penalty(responses)
         if settings.advantage in ("gae", "reinforce_pp"):
             rewards_T = shaping.token_rewards(rewards_N, mask_T, sequence_T)
             if penalty_T is not None:
                 rewards_T = rewards_T - penalty_T
             if settings.advantage == "gae":
-                return self._gae(responses, rewards_T, mask_T)
+                return self._gae(responses, rewards_T)
             return advantages.reinforce_pp(
                 rewards_T, mask_T, sequence_T, gamma=settings.gamma
             ), None
@@ -161,21 +179,19 @@ class Algorithm:
                 ), None
             case "reward":
                 advantages_N = rewards_N
-        return advantages_N[sequence_T].masked_fill(mask_T == 0, 0.0), None
+        return advantages_N[sequence_T], None
 
-    def _gae(
-        self, responses: Responses, rewards_T: Tensor, mask_T: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _gae(self, responses: Responses, rewards_T: Tensor) -> tuple[Tensor, Tensor]:
         values_T = _given(responses.values_T, "values_T", "advantage `gae`")
         advantages_T, returns_T = advantages.gae(
             rewards_T,
             values_T,
-            mask_T,
+            responses.mask_T,
             responses.sequence_T,
             gamma=self.settings.gamma,
             lam=self.settings.gae_lambda,
         )
-        return advantages.whiten(advantages_T, mask_T), returns_T
+        return advantages.whiten(advantages_T, responses.mask_T), returns_T
 
     def _penalty(self, responses: Responses) -> Tensor | None:
         """What the KL takes off each token's reward, if it is in the reward."""
@@ -222,7 +238,7 @@ class Algorithm:
     def _correction(self, tokens: Tokens, gap_T: Tensor) -> corrections.Correction:
         settings = self.settings
         if settings.importance_level == "sequence":
-            gap_T = ratios.sequence_log_ratio(gap_T, tokens.mask_T, tokens.sequence_T)
+            gap_T = ratios.sequence_log_ratio(gap_T, tokens.sequence_T)
         correct = (
             corrections.truncated if settings.importance == "truncated" else corrections.masked
         )
@@ -292,14 +308,14 @@ def _target_metrics(
     bound = raw_N.new_zeros(groups.numel())
     top = bound.scatter_reduce(0, row_N, raw_N, "amax", include_self=False)
     bottom = bound.scatter_reduce(0, row_N, raw_N, "amin", include_self=False)
-    lengths_N = responses.lengths_N.double()
+    sampled_N = responses.sampled_N.double()
     trained_T = advantages_T[mask_T != 0].double()
     return {
         "reward_mean": float(raw_N.mean()),
         "reward_std": float(raw_N.std(correction=0)),
         "shaped_reward_mean": float(rewards_N.double().mean()),
-        "length_mean": float(lengths_N.mean()),
-        "length_max": float(lengths_N.max()),
+        "length_mean": float(sampled_N.mean()),
+        "length_max": float(sampled_N.max()),
         "truncated_share": float(responses.truncated_N.double().mean()),
         "no_signal_share": float((top == bottom).double().mean()),
         "advantage_abs_mean": float(trained_T.abs().mean()) if trained_T.numel() else 0.0,
@@ -321,7 +337,6 @@ def _check_responses(responses: Responses) -> None:
     check_same(
         rewards_N=responses.rewards_N,
         group_N=responses.group_N,
-        lengths_N=responses.lengths_N,
         truncated_N=responses.truncated_N,
     )
     check_same(

@@ -3,9 +3,8 @@
 The weight is p_trainer / p_engine of the version that sampled, a constant to the gradient. It is
 not about staleness: the ratio in the loss is.
 
-For the sequence level pass `ratios.sequence_log_ratio`: the geometric mean, not the product. The
-product is the unbiased weight, but its size grows with the length of a response, so that one cap
-could not serve short and long ones.
+For the sequence level pass `ratios.sequence_log_ratio`: the product of its tokens' weights, the
+unbiased one. Their geometric mean stays near 1 whatever the gap: no cap would ever bind.
 """
 
 from typing import NamedTuple

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dora_rl.algorithms.ratios import ratio, sequence_log_ratio
+from dora_rl.algorithms.ratios import mean_log_ratio, ratio
 from dora_rl.algorithms.shapes import check_same
 
 
@@ -44,7 +44,7 @@ def gspo(
     Every token carries its sequence's loss, so the `sequence` aggregation gives the paper's.
     """
     check_same(log_ratio_T=log_ratio_T, advantages_T=advantages_T)
-    ratio_T = ratio(sequence_log_ratio(log_ratio_T, mask_T, sequence_T))
+    ratio_T = ratio(mean_log_ratio(log_ratio_T, mask_T, sequence_T))
     return _clipped(ratio_T, advantages_T, low=low, high=high)
 
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from dora_rl.algorithms.shapes import check_precise, check_same, sequence_mean
+from dora_rl.algorithms.shapes import check_precise, check_same, sequence_mean, sequence_sum
 
 # e^20 is 5e8: a ratio beyond it estimates nothing any more, and float32 would overflow at e^89.
 LARGEST = 20.0
@@ -20,7 +20,13 @@ def ratio(log_ratio_T: Tensor) -> Tensor:
     return log_ratio_T.clamp(-LARGEST, LARGEST).exp()
 
 
-def sequence_log_ratio(log_ratio_T: Tensor, mask_T: Tensor, sequence_T: Tensor) -> Tensor:
+def sequence_log_ratio(log_ratio_T: Tensor, sequence_T: Tensor) -> Tensor:
+    """Each token's sequence's log(p / q): the sum, which is the logarithm of the product."""
+    check_same(log_ratio_T=log_ratio_T, sequence_T=sequence_T)
+    return sequence_sum(log_ratio_T, sequence_T)[sequence_T]
+
+
+def mean_log_ratio(log_ratio_T: Tensor, mask_T: Tensor, sequence_T: Tensor) -> Tensor:
     """Each token's sequence's mean log-ratio: the logarithm of the geometric mean."""
     check_same(log_ratio_T=log_ratio_T, mask_T=mask_T, sequence_T=sequence_T)
     return sequence_mean(log_ratio_T, mask_T, sequence_T)[sequence_T]

@@ -18,7 +18,7 @@ from pydantic import (
 
 from dora_rl.algorithms.presets import PRESETS
 from dora_rl.config import ConfigModel
-from dora_rl.core.errors import SettingsError
+from dora_rl.core.protocol.errors import SettingsError
 
 Preset = Literal[
     "grpo",
@@ -94,6 +94,7 @@ class AlgorithmSettings(ConfigModel):
     importance: Literal["none", "truncated", "masked"] = "none"
     """Correction for the gap between the trainer's probabilities and the engine's."""
     importance_level: Literal["token", "sequence"] = "token"
+    """The weight of each token, or of its whole sequence: the product of its tokens' weights."""
     importance_cap: float = Field(default=2.0, ge=1)
 
     kl: Literal["none", "k1", "k2", "k3"] = "none"

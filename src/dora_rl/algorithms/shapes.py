@@ -2,7 +2,7 @@
 
 from torch import Tensor, bfloat16, float16, int64, zeros
 
-from dora_rl.core.errors import DoraError
+from dora_rl.core.protocol.errors import DoraError
 
 
 class ShapeError(DoraError, ValueError):

@@ -11,7 +11,8 @@ def overlong(
 ) -> Tensor:
     """DAPO's soft overlong punishment (arXiv 2503.14476).
 
-    The penalty grows from 0 to `penalty` over the last `buffer` (a share) of `max_tokens`.
+    The penalty grows from 0 to `penalty` over the last `buffer` (a share) of `max_tokens`. A length
+    has what `max_tokens` bounds: all tokens of a response, sampled and observed.
     """
     check_same(rewards_N=rewards_N, lengths_N=lengths_N)
     if buffer == 0:

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from dora_rl.benchmarks.reporting import Reporter
 from dora_rl.benchmarks.training import train_once, workplace
 from dora_rl.config import load_toml, merged
-from dora_rl.core.errors import UserError
-from dora_rl.runtime.train import Run
+from dora_rl.core.protocol.errors import UserError
+from dora_rl.runtime.execution import Run
 
 _SMOOTH = 5  # steps; a step's mean reward alone is mostly noise
 

@@ -17,21 +17,22 @@ from typing import Any
 
 from dora_rl.benchmarks.reporting import Reporter
 from dora_rl.benchmarks.training import execute_told, train_once, workplace
-from dora_rl.chaos.processes import below, parts, signal_to
 from dora_rl.config import dump_toml, load_toml, merged
-from dora_rl.core.commands import Command
-from dora_rl.core.errors import UserError
-from dora_rl.core.events import (
+from dora_rl.core.protocol.commands import Command
+from dora_rl.core.protocol.errors import UserError
+from dora_rl.core.protocol.events import (
     Event,
     InstanceFailed,
     InstanceProgressed,
     InstanceStopped,
     TrajectoryFinished,
 )
+from dora_rl.faultlab.processes import descendants, signal_to, workers_of_run
 from dora_rl.quickstart import model_directory
+from dora_rl.runtime.control.listeners import Listener
 from dora_rl.runtime.errors import RunFailed
-from dora_rl.runtime.listening import Listener
-from dora_rl.runtime.train import prepare, read_config, resume
+from dora_rl.runtime.prepare.plan import plan_resume, prepare, read_config
+from dora_rl.runtime.records.total_steps import steps_trained
 from dora_rl.store.ledger import Ledger
 from dora_rl.store.rundir import LEDGER
 
@@ -167,7 +168,7 @@ class _Killer(_Stopwatch):
         self._left -= isinstance(event, TrajectoryFinished)
         if self._left <= 0 and not self.began:
             self.began = time.monotonic()
-            if (pid := parts(self._out).get("rollout-0")) is None:
+            if (pid := workers_of_run(self._out).get("rollout-0")) is None:
                 raise RunFailed("no rollout process was found to be killed")
             os.kill(pid, signal.SIGKILL)
 
@@ -198,13 +199,13 @@ def _time_resume(plan: Plan, out: Path, reporter: Reporter) -> float:
         _kill_run(process)
     stopwatch = _Stopwatch(InstanceStopped, began=time.monotonic())
     reporter.phase("the run resumes")
-    execute_told(resume(out), reporter, listeners=[stopwatch])
+    execute_told(plan_resume(out), reporter, listeners=[stopwatch])
     return _taken(stopwatch)
 
 
 def _kill_run(process: "subprocess.Popen[bytes]") -> None:
     """Returns when its workers are gone too, which end with it: they write where it runs."""
-    workers = below(process.pid)
+    workers = descendants(process.pid)
     process.kill()
     process.wait()
     deadline = time.monotonic() + _END_S
@@ -216,7 +217,7 @@ def _steps(out: Path) -> int:
     if not (out / LEDGER).is_file():
         return 0
     with Ledger.read(out / LEDGER) as ledger:
-        return sum(row.state == "trained" for row in ledger.batches())
+        return steps_trained(ledger)
 
 
 def _taken(stopwatch: _Stopwatch) -> float:

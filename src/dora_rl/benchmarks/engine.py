@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dora_rl.benchmarks import limits
-from dora_rl.benchmarks.contestants import arena, roster
-from dora_rl.benchmarks.contestants.process import Company, start_all
+from dora_rl.benchmarks.contestants import common, roster
+from dora_rl.benchmarks.contestants.process import ContestantGroup, start_all
 from dora_rl.benchmarks.contestants.samples import (
     WARM_TOKENS,
     Samples,
@@ -57,20 +57,20 @@ class Plan:
     prompt_tokens: int = DEFAULT_PROMPT_TOKENS
     new_tokens: int = DEFAULT_NEW_TOKENS
     repeats: int = DEFAULT_REPEATS
-    threads: int = field(default_factory=arena.default_threads)
+    threads: int = field(default_factory=common.default_threads)
     dtype: str | None = None  # what this machine is good at
     phase_seconds: float = DEFAULT_PHASE_SECONDS  # of the repeats of a batch size
 
     def __post_init__(self) -> None:
-        arena.check_numbers("--batches", self.batches, "1,8,32")
-        arena.check_number("--prompt-tokens", self.prompt_tokens)
-        arena.check_number(
+        common.check_numbers("--batches", self.batches, "1,8,32")
+        common.check_number("--prompt-tokens", self.prompt_tokens)
+        common.check_number(
             "--new-tokens", self.new_tokens, 2, "The first one belongs to reading the prompt."
         )
-        arena.check_number("--repeats", self.repeats)
-        arena.check_threads(self.threads)
-        arena.check_dtype(self.dtype)
-        arena.check_phase(self.phase_seconds)
+        common.check_number("--repeats", self.repeats)
+        common.check_threads(self.threads)
+        common.check_dtype(self.dtype)
+        common.check_phase(self.phase_seconds)
         roster.check_others(self.against)
         check_model(self.model)
 
@@ -229,16 +229,16 @@ class Result:
 def measure(plan: Plan, reporter: Reporter | None = None) -> Result:
     """Start all contestants, and ask them in turn."""
     reporter = reporter or Reporter()
-    with arena.ready("dora-rl bench engine") as (work, notes), ExitStack() as stack:
+    with common.ready("dora-rl bench engine") as (work, notes), ExitStack() as stack:
         longest = plan.prompt_tokens + plan.new_tokens
-        arena.check_context(context_of(plan.model), longest, "--prompt-tokens and --new-tokens")
+        common.check_context(context_of(plan.model), longest, "--prompt-tokens and --new-tokens")
         model, choice = open_in_best_dtype(plan.model, plan.dtype, work, reporter)
         starts = [
             roster.ours(model, plan.shape, work),
             *(roster.other(name, model, plan.shape) for name in plan.against),
             roster.machine(plan.threads),
         ]
-        company = Company(start_all(stack, starts, work, reporter))
+        company = ContestantGroup(start_all(stack, starts, work, reporter))
         notes += [choice.reason] if choice.reason else []
         run = _Run(plan, model, choice, company, notes, reporter)
         reporter.collects(run.result)
@@ -253,7 +253,7 @@ class _Run:
         plan: Plan,
         model: Model,
         choice: DtypeChoice,
-        company: Company,
+        company: ContestantGroup,
         notes: list[str],
         reporter: Reporter,
     ) -> None:
@@ -313,13 +313,13 @@ class _Run:
                 taken[name].append((prefill_s, total_s))
         done = len(taken[roster.OURS])
         if done < plan.repeats:
-            few = arena.fewer(done, plan.repeats, plan.phase_seconds)
+            few = common.fewer(done, plan.repeats, plan.phase_seconds)
             self._notes.append(f"batch {batch}: {few}")
 
     def _ask(self, name: str, what: str, batch: int, new_tokens: int) -> float:
         """Seconds for one batch; all contestants get the same prompts for the same `what`."""
         config, tokens = self._model.config, self._plan.prompt_tokens
-        prompts = arena.prompts(f"{batch}/{what}", config, batch, tokens)
+        prompts = common.prompts(f"{batch}/{what}", config, batch, tokens)
         done = self._company.ask(name, "generate", prompts=prompts, new_tokens=new_tokens)
         return seconds_of(name, done, batch * new_tokens)
 

@@ -1,12 +1,12 @@
 """What moving a running trajectory costs: its KV handed over, against its tokens read again.
 
 Two engines of the same weights in two processes. For each length a trajectory runs on one of them
-and goes on on the other, once in each way, in an order that is reversed every time:
+and continues on the other, once in each way, in an order that is reversed every time:
 
     kv          export, send over a socket, import, until its next token is there
     reprefill   its tokens are submitted, until its next token is there
 
-Then it goes on where it was, as the reference that both continuations are compared with. Noise
+Then it continues where it was, as the reference that both continuations are compared with. Noise
 depends on seed, trajectory and position alone, so only rounding can make a difference.
 """
 
@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from dora_rl.benchmarks.contestants import arena, roster
+from dora_rl.benchmarks.contestants import common, roster
 from dora_rl.benchmarks.contestants.process import Contestant, start_all
 from dora_rl.benchmarks.contestants.samples import median
 from dora_rl.benchmarks.dtypes import DtypeChoice, open_in_best_dtype
@@ -40,18 +40,18 @@ class Plan:
     model: str = DEFAULT_MODEL
     tokens: tuple[int, ...] = DEFAULT_TOKENS
     repeats: int = DEFAULT_REPEATS
-    threads: int = field(default_factory=arena.default_threads)
+    threads: int = field(default_factory=common.default_threads)
     dtype: str | None = None  # what this machine is good at
     phase_seconds: float = DEFAULT_PHASE_SECONDS  # of the moves of one length
 
     def __post_init__(self) -> None:
-        arena.check_numbers("--tokens", self.tokens, "500,1000")
+        common.check_numbers("--tokens", self.tokens, "500,1000")
         for tokens in self.tokens:
-            arena.check_number("--tokens", tokens, 2, "A prompt and a token after it.")
-        arena.check_number("--repeats", self.repeats)
-        arena.check_threads(self.threads)
-        arena.check_dtype(self.dtype)
-        arena.check_phase(self.phase_seconds)
+            common.check_number("--tokens", tokens, 2, "A prompt and a token after it.")
+        common.check_number("--repeats", self.repeats)
+        common.check_threads(self.threads)
+        common.check_dtype(self.dtype)
+        common.check_phase(self.phase_seconds)
         check_model(self.model)
 
 
@@ -63,7 +63,7 @@ class Move:
     reprefill_s: float
     bytes: int
     parts_s: Mapping[str, float]  # of `kv_s`, but for the protocol
-    kv_same: bool  # went on as if it had not moved
+    kv_same: bool  # continued as if it had not moved
     reprefill_same: bool
 
 
@@ -164,9 +164,9 @@ class Result:
 def measure(plan: Plan, reporter: Reporter | None = None) -> Result:
     """Start both engines, and move trajectories from one to the other."""
     reporter = reporter or Reporter()
-    with arena.ready("dora-rl bench migration") as (work, notes), ExitStack() as stack:
+    with common.ready("dora-rl bench migration") as (work, notes), ExitStack() as stack:
         longest = max(plan.tokens) + 1 + COMPARED
-        arena.check_context(context_of(plan.model), longest, "--tokens and what follows")
+        common.check_context(context_of(plan.model), longest, "--tokens and what follows")
         model, choice = open_in_best_dtype(plan.model, plan.dtype, work, reporter)
         notes += [choice.reason] if choice.reason else []
         ends = [stack.enter_context(end) for end in socket.socketpair()]
@@ -188,7 +188,7 @@ def measure(plan: Plan, reporter: Reporter | None = None) -> Result:
         for tokens, made in moves.items():
             run.length(tokens, made)
             if len(made) < plan.repeats:
-                few = arena.fewer(len(made), plan.repeats, plan.phase_seconds)
+                few = common.fewer(len(made), plan.repeats, plan.phase_seconds)
                 notes.append(f"{tokens} tokens: {few}")
         return result()
 
@@ -216,7 +216,7 @@ class _Run:
     def _move(self, tokens: int) -> Move:
         self._moves += 1
         name = self._moves
-        ((*known,),) = arena.prompts(f"move/{name}", self._model.config, 1, tokens)
+        ((*known,),) = common.prompts(f"move/{name}", self._model.config, 1, tokens)
         head = min(_PROMPT, tokens - 1)
         prompt, prefix = known[:head], known[head:]
         first = self._source.ask(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dora_rl.core.errors import UserError
+from dora_rl.core.protocol.errors import UserError
 from dora_rl.models import packaged
 from dora_rl.models.config import CONFIG, ModelConfig, read_config
 from dora_rl.quickstart import model_directory
@@ -18,7 +18,7 @@ from dora_rl.quickstart import model_directory
 if TYPE_CHECKING:
     import torch
 
-    from dora_rl.weights.store import WeightStore
+    from dora_rl.transports.weights.shared_directory import WeightStore
 
 TINY = "tiny"
 QUICKSTART = "quickstart"

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 from dora_rl.benchmarks.reporting import Reporter
 from dora_rl.benchmarks.training import train_once, workplace
 from dora_rl.config import merged
-from dora_rl.core.errors import UserError
-from dora_rl.core.paradigms import PARADIGMS
-from dora_rl.core.settings import ParadigmName
+from dora_rl.core.protocol.errors import UserError
+from dora_rl.core.protocol.paradigms import PARADIGMS
+from dora_rl.core.protocol.settings import ParadigmName
 from dora_rl.machine.processor import cores
-from dora_rl.runtime.train import Run
+from dora_rl.runtime.execution import Run
 
 OURS = ParadigmName.MULTI_VERSION
 

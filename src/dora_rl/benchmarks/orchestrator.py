@@ -15,8 +15,8 @@ from typing import Any
 
 from dora_rl.benchmarks.reporting import Reporter
 from dora_rl.benchmarks.world import SLOTS, World
-from dora_rl.core.errors import UserError
-from dora_rl.core.events import Event, WeightsPublished
+from dora_rl.core.protocol.errors import UserError
+from dora_rl.core.protocol.events import Event, WeightsPublished
 
 GOAL = 2.0  # cost per event at the largest size over that at the smallest
 DEFAULT_INSTANCES = (64, 512, 4096, 8192)
@@ -144,14 +144,14 @@ class Meter:
         raise RuntimeError(f"{self.world.instances} instances never reached a steady state")
 
     def measure(self, events: int) -> bool:
-        """Go on for one chunk; true when `events` and the step they end in are over."""
+        """Continue for one chunk; true when `events` and the step they end in are over."""
         for _ in range(CHUNK):
             if self.one() is WeightsPublished and len(self.taken) >= events:
                 return True
         return False
 
     def _versions(self) -> int:
-        return len(self.world.core.state.ledger.work)
+        return len(self.world.core.state.work.unfinished)
 
     def result(self) -> Size:
         taken = sorted(self.taken)

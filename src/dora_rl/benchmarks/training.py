@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from dora_rl.benchmarks.reporting import Reporter
+from dora_rl.runtime.control.listeners import Listener
 from dora_rl.runtime.errors import RunFailed
-from dora_rl.runtime.listening import Listener
-from dora_rl.runtime.session import Plan
-from dora_rl.runtime.train import Run, execute, prepare, read_config
+from dora_rl.runtime.execution import Run, execute
+from dora_rl.runtime.prepare.plan import Plan, prepare, read_config
 
 
 def train_once(
@@ -33,7 +33,7 @@ def execute_told(
     reporter.step("starting its processes")
     done = execute(
         plan,
-        watch=[lambda step: reporter.step(f"train step {step.step + 1} of {total}")],
+        watch=[lambda step: reporter.step(f"train step {step.step} of {total}")],
         listeners=listeners,
         stopping=lambda: reporter.phase("interrupted: the run saves and ends"),
         warmup_steps=warmup_steps,

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import dora_rl
 from dora_rl import extras
-from dora_rl.benchmarks.contestants import arena
+from dora_rl.benchmarks.contestants import common
 from dora_rl.benchmarks.contestants.process import Start, start_all
 from dora_rl.benchmarks.contestants.trl_process import DTYPES
 from dora_rl.benchmarks.contestants.trl_runs import (
@@ -40,7 +40,7 @@ from dora_rl.benchmarks.contestants.trl_runs import (
 from dora_rl.benchmarks.dtypes import open_in_best_dtype
 from dora_rl.benchmarks.models import TINY, Model, check_model
 from dora_rl.benchmarks.reporting import Reporter
-from dora_rl.core.errors import UserError
+from dora_rl.core.protocol.errors import UserError
 from dora_rl.machine.processor import cores
 
 DEFAULT_MODEL = "smollm2"
@@ -77,11 +77,11 @@ class Plan:
     trl_python: str | None = None
 
     def __post_init__(self) -> None:
-        arena.check_number("--steps", self.steps)
-        arena.check_number("--prompts", self.prompts)
-        arena.check_number("--group-size", self.group_size, 2, "GRPO compares within a group.")
-        arena.check_number("--max-tokens", self.max_tokens)
-        arena.check_number("--search-steps", self.search_steps, 0, "0 is no search.")
+        common.check_number("--steps", self.steps)
+        common.check_number("--prompts", self.prompts)
+        common.check_number("--group-size", self.group_size, 2, "GRPO compares within a group.")
+        common.check_number("--max-tokens", self.max_tokens)
+        common.check_number("--search-steps", self.search_steps, 0, "0 is no search.")
         if self.model == TINY:
             raise UserError(
                 f"`{TINY}` has no tokenizer. Use smollm2, quickstart, or a model directory."
@@ -206,7 +206,7 @@ def measure(plan: Plan, reporter: Reporter | None = None) -> Result:
     reporter = reporter or Reporter()
     python = trl_python(plan.trl_python)
     extras.require(USER, "engine", "train")
-    with arena.ready(USER) as (work, notes):
+    with common.ready(USER) as (work, notes):
         threads = cores()
         model, choice = open_in_best_dtype(plan.model, None, work, reporter)
         notes += [choice.reason] if choice.reason else []
@@ -232,7 +232,7 @@ def _ours(plan: Plan, model: Model, work: Path, reporter: Reporter) -> OurRuns:
         raise UserError(f"no tokenizer.json in `{model.directory}`. Give a model with a tokenizer.")
     run = OurRuns(plan.work, model.directory, work, reporter)
     longest = max(len(run.encode(question)) for question in questions(plan.prompts))
-    arena.check_context(
+    common.check_context(
         model.config.context, longest + plan.max_tokens, "the prompts and --max-tokens"
     )
     return run

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from dora_rl.benchmarks.contestants import arena, roster
+from dora_rl.benchmarks.contestants import common, roster
 from dora_rl.benchmarks.contestants.process import Contestant, start_all
 from dora_rl.benchmarks.contestants.samples import (
     WARM_TOKENS,
@@ -23,7 +23,7 @@ from dora_rl.benchmarks.contestants.samples import (
 from dora_rl.benchmarks.dtypes import DtypeChoice, open_in_best_dtype
 from dora_rl.benchmarks.models import Model, check_model, context_of
 from dora_rl.benchmarks.reporting import Reporter, repeats
-from dora_rl.core.errors import UserError
+from dora_rl.core.protocol.errors import UserError
 
 DEFAULT_MODEL = "smollm2"
 DEFAULT_BATCH = 32
@@ -44,13 +44,13 @@ class Plan:
     prompt_tokens: int = DEFAULT_PROMPT_TOKENS
     new_tokens: int = DEFAULT_NEW_TOKENS
     repeats: int = DEFAULT_REPEATS
-    threads: int = field(default_factory=arena.default_threads)
+    threads: int = field(default_factory=common.default_threads)
     dtype: str | None = None  # what this machine is good at
     phase_seconds: float = DEFAULT_PHASE_SECONDS  # of all repeats
 
     def __post_init__(self) -> None:
-        arena.check_number("--batch", self.batch)
-        arena.check_numbers("--versions", self.versions, "1,2,4")
+        common.check_number("--batch", self.batch)
+        common.check_numbers("--versions", self.versions, "1,2,4")
         listed = ",".join(map(str, self.versions))
         if 1 not in self.versions:
             raise UserError(
@@ -62,14 +62,14 @@ class Plan:
                     f"--batch must be a multiple of {versions}, as its rows are split evenly over "
                     f"so many versions: `{self.batch}`."
                 )
-        arena.check_number("--prompt-tokens", self.prompt_tokens)
-        arena.check_number(
+        common.check_number("--prompt-tokens", self.prompt_tokens)
+        common.check_number(
             "--new-tokens", self.new_tokens, 2, "The first one belongs to reading the prompt."
         )
-        arena.check_number("--repeats", self.repeats)
-        arena.check_threads(self.threads)
-        arena.check_dtype(self.dtype)
-        arena.check_phase(self.phase_seconds)
+        common.check_number("--repeats", self.repeats)
+        common.check_threads(self.threads)
+        common.check_dtype(self.dtype)
+        common.check_phase(self.phase_seconds)
         check_model(self.model)
 
     @property
@@ -125,9 +125,9 @@ class Result:
 def measure(plan: Plan, reporter: Reporter | None = None) -> Result:
     """Start an engine with as many versions as the most, and let the numbers take turns."""
     reporter = reporter or Reporter()
-    with arena.ready("dora-rl bench versions") as (work, notes), ExitStack() as stack:
+    with common.ready("dora-rl bench versions") as (work, notes), ExitStack() as stack:
         longest = plan.prompt_tokens + plan.new_tokens
-        arena.check_context(context_of(plan.model), longest, "--prompt-tokens and --new-tokens")
+        common.check_context(context_of(plan.model), longest, "--prompt-tokens and --new-tokens")
         model, choice = open_in_best_dtype(plan.model, plan.dtype, work, reporter)
         notes += [choice.reason] if choice.reason else []
         start = roster.ours(model, plan.shape, work, versions=max(plan.versions))
@@ -158,7 +158,7 @@ def measure(plan: Plan, reporter: Reporter | None = None) -> Result:
                 taken[count].append((prefill_s, total_s))
             done += 1
         if done < plan.repeats:
-            notes.append(arena.fewer(done, plan.repeats, plan.phase_seconds))
+            notes.append(common.fewer(done, plan.repeats, plan.phase_seconds))
         return result()
 
 
@@ -166,6 +166,6 @@ def _ask(
     plan: Plan, model: Model, ours: Contestant, versions: int, what: str, new_tokens: int
 ) -> float:
     """Seconds for one batch of fresh prompts."""
-    prompts = arena.prompts(f"{versions}/{what}", model.config, plan.batch, plan.prompt_tokens)
+    prompts = common.prompts(f"{versions}/{what}", model.config, plan.batch, plan.prompt_tokens)
     done = ours.ask("generate", prompts=prompts, new_tokens=new_tokens, versions=versions)
     return seconds_of(ours.name, done, plan.batch * new_tokens)

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
-from dora_rl.core import commands as cm
-from dora_rl.core import events as ev
 from dora_rl.core.orchestrator import Orchestrator
-from dora_rl.core.settings import Settings
-from dora_rl.core.types import (
+from dora_rl.core.protocol import commands as cm
+from dora_rl.core.protocol import events as ev
+from dora_rl.core.protocol.settings import Settings
+from dora_rl.core.protocol.types import (
     InstanceId,
     Length,
     MigrationId,
@@ -120,10 +120,12 @@ class World:
             cm.Delete: self._ignore,
             cm.SetTimer: self._set_timer,
         }
-        for name in range(instances):
-            self._after(0.0, ev.InstanceJoined(name, 0, SLOTS, KV_TOKENS))
+        for instance_id in range(instances):
+            self._after(0.0, ev.InstanceJoined(instance_id, 0, SLOTS, KV_TOKENS))
             # Reports are spread evenly over the period, as those of a real fleet are.
-            self._after(REPORT_S * (1 + name / instances), partial(self._report, name))
+            self._after(
+                REPORT_S * (1 + instance_id / instances), partial(self._report, instance_id)
+            )
         self._after(0.0, ev.WeightsPublished(0, digest(0)))
 
     def next_event(self) -> ev.Event:
@@ -202,26 +204,26 @@ class World:
     def _transfer(self, c: cm.Transfer) -> None:
         self._after(TRANSFER_S, partial(self._arrive, c.migration))
 
-    def _arrive(self, name: MigrationId) -> ev.Event | None:
-        plan = self.migrations.get(name)
-        if plan is None:
+    def _arrive(self, migration_id: MigrationId) -> ev.Event | None:
+        migration = self.migrations.get(migration_id)
+        if migration is None:
             return None
         moved = (
             Placement(move.trajectory, move.fence)
-            for move in plan.moves
+            for move in migration.moves
             if (run := self.runs.get(move.trajectory)) is not None and run.fence == move.fence
         )
-        return ev.MigrationCompleted(name, tuple(moved))
+        return ev.MigrationCompleted(migration_id, tuple(moved))
 
     def _release(self, c: cm.Release) -> None:
-        plan = self.migrations.pop(c.migration)
-        for move in plan.moves:
+        migration = self.migrations.pop(c.migration)
+        for move in migration.moves:
             run = self.runs.get(move.trajectory)
             if run is not None and run.fence == move.fence:
                 self.engines[run.instance].discard(move.trajectory)
-                self.engines[plan.target].add(move.trajectory)
+                self.engines[migration.target].add(move.trajectory)
                 self.runs[move.trajectory] = run._replace(
-                    fence=move.new_fence, instance=plan.target
+                    fence=move.new_fence, instance=migration.target
                 )
 
     def _abort(self, c: cm.AbortMigration) -> None:

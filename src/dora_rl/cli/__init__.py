@@ -14,10 +14,11 @@ from collections.abc import Sequence
 import click
 
 import dora_rl
-from dora_rl.core.errors import UserError
+from dora_rl.core.protocol.errors import UserError
 
 COMMANDS = {
     "train": "Train a language model with reinforcement learning.",
+    "check": "Try a configuration without training: model, memory, first prompt, reward.",
     "simulate": "Run the paradigms side by side in virtual time.",
     "plan": "Find the split, staleness bound and depth that serve a cluster best.",
     "audit": "Check the promises of a run from what it wrote.",
@@ -97,7 +98,8 @@ def main(args: Sequence[str] | None = None) -> int:
         return 2
     except click.UsageError as error:
         path = error.ctx.command_path if error.ctx else "dora-rl"
-        return _fail(f"{error.format_message().rstrip('.')}. Try {path} --help.", 2)
+        message = f"{error.format_message().rstrip('.')}. Try {path} --help."
+        return _fail(_not_yet(error, path) or message, 2)
     except click.ClickException as error:
         return _fail(error.format_message(), 2 if isinstance(error, click.FileError) else 1)
     except (KeyboardInterrupt, click.Abort):
@@ -111,6 +113,16 @@ def main(args: Sequence[str] | None = None) -> int:
             raise
         return _fail(f"{error.strerror}: `{error.filename}`. Check the path and its mode.", 2)
     return code if isinstance(code, int) else 0
+
+
+def _not_yet(error: click.UsageError, path: str) -> str | None:
+    """What to say of an option of `train` that names something which is not there yet."""
+    if not isinstance(error, click.NoSuchOption) or path != "dora-rl train":
+        return None
+    from dora_rl.runtime.prepare.not_yet import not_yet
+
+    missing = not_yet(error.option_name)
+    return missing and f"no such option: `{error.option_name}`. {missing}"
 
 
 def _fail(message: str, code: int) -> int:

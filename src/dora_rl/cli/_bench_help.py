@@ -34,8 +34,8 @@ Examples:
 
 MIGRATION = """\b
 By KV: exported, sent to another process, imported, until the next token is there. Read again:
-its tokens are submitted there, until the next token is there. Both go on as without the move,
-but for rounding: the table counts the moves after which a token differed. In bfloat16 rounding
+its tokens are submitted there, until the next token is there. Both continue as without the move,
+up to rounding: the table counts the moves after which a token differed. In bfloat16 rounding
 depends on how many rows are computed at once, so some do; with --dtype float32 hardly one.
 
 \b
@@ -71,6 +71,18 @@ Examples:
   dora-rl bench trl
   dora-rl bench trl --steps 3 --max-tokens 64 --json
   dora-rl bench trl --quick
+"""
+
+RESUME = """\b
+Runs of so many events, synthetic but through the real journal, ledger and snapshots, are resumed in
+turns; each died half-way between two snapshots. Only opening and taking over is timed: no process
+starts. The default takes some minutes, nearly all of them to make the long history.
+
+\b
+Examples:
+  dora-rl bench resume
+  dora-rl bench resume --events 10000,100000,300000 --json
+  dora-rl bench resume --quick
 """
 
 DURABILITY = """\b

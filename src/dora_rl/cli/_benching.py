@@ -6,22 +6,19 @@ failed, it shows what was measured so far, marked as incomplete.
 
 import functools
 import json
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import click
 
 from dora_rl.benchmarks.reporting import Reporter, Result
-from dora_rl.cli import _progress
-from dora_rl.cli._quick import help_of, quick_options
-from dora_rl.core.errors import UserError
-from dora_rl.core.settings import ParadigmName
+from dora_rl.cli import _progress, _quick
+from dora_rl.cli._interrupts import INCOMPLETE, kills_interrupt
+from dora_rl.core.protocol.errors import UserError
+from dora_rl.core.protocol.settings import ParadigmName
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-INCOMPLETE = "INCOMPLETE: it ended early; what follows was measured until then."
 as_json = click.option("--json", "as_json", is_flag=True, help="Write the measurements as JSON.")
 QUICK = "Quick: smaller sizes and fewer repeats than by default, so the figures are rough."
 
@@ -39,15 +36,12 @@ class Measurement(NamedTuple):
 
 def measured(function: Callable[..., Measurement]) -> Callable[..., None]:
     """A subcommand of this function, named as the function is, with `--quick` and `--json`."""
-    name = function.__name__
 
     @functools.wraps(function)
-    def run(*, quick: bool, as_json: bool, **given: Any) -> None:
-        ctx = click.get_current_context()
-        options = quick_options(name, ctx, given) if quick else given
+    def run(*, quick: bool, as_json: bool, **options: Any) -> None:
         _run(function(**options), quick, as_json)
 
-    return click.option("--quick", is_flag=True, help=help_of(name))(as_json(run))
+    return _quick.option(function.__name__)(as_json(run))
 
 
 def _run(measurement: Measurement, quick: bool, as_json: bool) -> None:
@@ -84,19 +78,17 @@ def children() -> Iterator[None]:
     from dora_rl.benchmarks.contestants.process import ContestantFailed
     from dora_rl.runtime.errors import RunFailed
 
-    signals = (signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(number, _interrupt) for number in signals]
     try:
-        yield
+        with kills_interrupt():
+            yield
     except (ContestantFailed, RunFailed) as error:
         raise click.ClickException(str(error)) from error
-    finally:
-        for number, handler in zip(signals, before, strict=True):
-            signal.signal(number, handler)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+def _default_threads() -> int:
+    from dora_rl.benchmarks.contestants.common import default_threads
+
+    return default_threads()
 
 
 def of_an_engine(repeats: int, phase_seconds: float, phase: str) -> Callable[[Function], Function]:
@@ -120,6 +112,7 @@ def of_an_engine(repeats: int, phase_seconds: float, phase: str) -> Callable[[Fu
         click.option(
             "--threads",
             type=int,
+            default=_default_threads,
             help="Threads of each engine.  [default: 2, or 1 where there is one processor]",
         ),
         click.option(
@@ -160,24 +153,36 @@ def lengths(function: Function) -> Function:
     return prompt(new(function))
 
 
-def numbers(option: str, text: str, example: str) -> tuple[int, ...]:
-    """A list of whole numbers, as it was typed."""
+# Callbacks of options that are lists, separated by commas: each makes a tuple of what was typed.
+
+
+def numbers(example: str) -> Callable[[click.Context, click.Parameter, str], tuple[int, ...]]:
+    """Whole numbers; `example` is shown with an error."""
+
+    def parse(_: click.Context, option: click.Parameter, text: str) -> tuple[int, ...]:
+        try:
+            return tuple(map(int, _split(text)))
+        except ValueError:
+            raise UserError(
+                f"{option.opts[0]} must be whole numbers, separated by commas: `{text}`. "
+                f"Use {example}."
+            ) from None
+
+    return parse
+
+
+def names(_: click.Context, option: click.Parameter, text: str) -> tuple[str, ...]:
+    return _split(text)
+
+
+def paradigms(_: click.Context, option: click.Parameter, text: str) -> tuple[ParadigmName, ...]:
+    """Each once."""
     try:
-        return tuple(int(part) for part in text.split(",") if part.strip())
-    except ValueError:
-        raise UserError(
-            f"{option} must be whole numbers, separated by commas: `{text}`. Use {example}."
-        ) from None
-
-
-def names(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
-
-
-def paradigms(text: str) -> tuple[ParadigmName, ...]:
-    """Paradigms, as they were typed."""
-    try:
-        return tuple(dict.fromkeys(ParadigmName(name) for name in names(text)))
+        return tuple(dict.fromkeys(map(ParadigmName, _split(text))))
     except ValueError:
         known = ", ".join(ParadigmName)
-        raise UserError(f"--paradigms must be of {known}: `{text}`.") from None
+        raise UserError(f"{option.opts[0]} must be of {known}: `{text}`.") from None
+
+
+def _split(text: str) -> tuple[str, ...]:
+    return tuple(entry.strip() for entry in text.split(",") if entry.strip())

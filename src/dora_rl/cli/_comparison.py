@@ -3,29 +3,28 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dora_rl.observe.metrics import WORTHWHILE, Summary
+from dora_rl.observe.metrics import WORTHWHILE, Summary, speedup_over
 
 WIDTH = 100
 _BASELINE = "sync"
 _OURS = "multi_version"
 _PEER = "in_flight"
 _THROUGHPUT = "tokens trained per s"
+_SPEEDUPS = {"  over sync, by tokens": "by_tokens_per_s", "  over sync, by step": "by_step_time"}
 
 Summaries = Mapping[str, Summary]
 
 
 def speedup(summaries: Summaries, name: str, over: str = _BASELINE) -> float | None:
-    """How many times the throughput of another; None where that was not run or trained nothing."""
-    base = summaries.get(over)
-    if base is None or base.tokens_per_s <= 0.0:
-        return None
-    return summaries[name].tokens_per_s / base.tokens_per_s
+    """How many times the tokens a second; None where the other was not run or trained nothing."""
+    return speedup_over(summaries[name], summaries.get(over))["by_tokens_per_s"]
 
 
 def to_json(about: Mapping[str, Any], summaries: Summaries) -> dict[str, Any]:
     """Everything that the same seed reproduces."""
     paradigms = {
-        name: summary.to_json() | {"speedup_over_sync": speedup(summaries, name)}
+        name: summary.to_json()
+        | {"speedup_over_sync": speedup_over(summary, summaries.get(_BASELINE))}
         for name, summary in summaries.items()
     }
     ok = all(summary.ok for summary in summaries.values())
@@ -77,8 +76,10 @@ def print_table(title: str, summaries: Summaries) -> None:
     for label, cell in _ROWS:
         table.add_row(label, *(cell(summary) for summary in summaries.values()))
         if label == _THROUGHPUT and _BASELINE in summaries:
-            gains = (speedup(summaries, name) for name in summaries)
-            table.add_row("  over sync", *("-" if g is None else f"{g:.2f} x" for g in gains))
+            for label, measure in _SPEEDUPS.items():
+                base = summaries[_BASELINE]
+                gains = [speedup_over(s, base)[measure] for s in summaries.values()]
+                table.add_row(label, *("-" if g is None else f"{g:.2f} x" for g in gains))
     verdicts = [
         Text("clean", "green") if summary.audit_ok else Text("BROKEN", "bold red")
         for summary in summaries.values()

@@ -8,8 +8,8 @@ from typing import Any, Protocol, TypeVar
 
 import click
 
-from dora_rl.core.errors import JournalError
-from dora_rl.core.journal import verify_journal
+from dora_rl.core.history.journal import verify_journal
+from dora_rl.core.protocol.errors import JournalError
 from dora_rl.store.rundir import JournalFile, find_journals
 
 _LONG = 5_000_000  # bytes: below, it is done before a bar could be read
@@ -19,7 +19,6 @@ _TICK = 1 << 20
 class Report(Protocol):
     @property
     def ok(self) -> bool: ...
-    def summary(self) -> list[str]: ...
     def to_json(self) -> dict[str, Any]: ...
 
 
@@ -27,8 +26,15 @@ R = TypeVar("R", bound=Report)
 Read = Callable[[Iterator[str]], R]
 
 
-def check_each(ctx: click.Context, run: Path, as_json: bool, label: str, read: Read[R]) -> None:
-    """Read every journal of a run, show the reports, and exit 1 if one is not ok."""
+def check_each(
+    ctx: click.Context,
+    run: Path,
+    as_json: bool,
+    label: str,
+    read: Read[R],
+    lines: Callable[[R], list[str]],
+) -> None:
+    """Read every journal of a run, show the reports as `lines`, and exit 1 if one is not ok."""
     journals = find_journals(run)
     for journal in journals:  # all of them first: bad input is refused before anything is shown
         _reading(journal, "Verifying", verify_journal)
@@ -39,7 +45,7 @@ def check_each(ctx: click.Context, run: Path, as_json: bool, label: str, read: R
         click.echo(json.dumps({"ok": ok, "runs": runs}, indent=2))
     else:
         for report in reports.values():
-            for line in report.summary():
+            for line in lines(report):
                 click.echo(line)
     if not ok:
         ctx.exit(1)

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from dora_rl.core.errors import UserError
+from dora_rl.core.protocol.errors import UserError
 
 
 def check_output(path: Path, *, not_these: Iterable[str | Path | None] = ()) -> None:

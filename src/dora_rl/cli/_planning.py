@@ -6,6 +6,7 @@ from typing import Any
 import tomli_w
 
 from dora_rl.cli._comparison import WIDTH
+from dora_rl.cli._interrupts import INCOMPLETE
 from dora_rl.simulator.planning import Plan, Problem
 from dora_rl.simulator.planning.reasons import devices
 from dora_rl.simulator.planning.search import Trial
@@ -25,10 +26,10 @@ def to_json(name: str, problem: Problem, plan: Plan) -> dict[str, Any]:
         "problem": {
             "name": name,
             "title": scenario.scenario.title,
-            "seed": scenario.scenario.seed,
+            "seed": scenario.run.seed,
             "devices": cluster.devices,
             "devices_per_instance": cluster.devices_per_instance,
-            "slots": cluster.slots,
+            "slots": scenario.rollout.slots,
             "parameters": scenario.model.parameters,
             "groups_per_step": settings.groups_per_step,
             "group_size": settings.group_size,
@@ -47,15 +48,22 @@ def print_plan(name: str, problem: Problem, plan: Plan) -> None:
 
     console = Console(highlight=False, soft_wrap=False)
     console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
+    if plan.cut == "interrupted":
+        console.print(Text(INCOMPLETE, "bold"))
     title = problem.scenario.scenario.title
     console.print(Text(name if title == "planned" else f"{name}: {title}", "bold"))
     console.print(Text(_facts(problem)))
     console.print()
     console.print(Text(_headline(plan), "bold"))
     console.print()
-    console.print(Text(tomli_w.dumps(plan.settings).strip()))
-    console.print()
+    if plan.decided:
+        console.print(Text(tomli_w.dumps(plan.settings).strip()))
+        console.print()
     console.print(Text(plan.reason))
+    if plan.fixed_costs is not None:
+        depends = plan.fixed_costs.decide
+        console.print()
+        console.print(Text(plan.fixed_costs.describe(), "bold" if depends else ""))
     console.print()
     console.print(Text("Throughput against staleness: nothing simulated beats these in both"))
     console.print(_table(plan, plan.front))
@@ -73,20 +81,26 @@ def _facts(problem: Problem) -> str:
     lengths = scenario.workload
     return (
         f"{devices(cluster.devices)} in instances of {cluster.devices_per_instance} with "
-        f"{cluster.slots} slots; {settings.groups_per_step} x {settings.group_size} responses a "
-        f"step, of {lengths.mean_response_tokens():,.0f} tokens on average and "
+        f"{scenario.rollout.slots} slots; {settings.groups_per_step} x {settings.group_size} "
+        f"responses a step, of {lengths.mean_response_tokens():,.0f} tokens on average and "
         f"{lengths.response_tokens.upper:,.0f} at most."
     )
 
 
 def _headline(plan: Plan) -> str:
     best = plan.best
+    if not plan.decided:
+        return "No recommendation yet."
+    word = "Best so far" if plan.cut == "interrupted" else "Recommended"
     if not plan.pays:
-        return "Recommended: sync, every device for generation and training in turn."
+        return f"{word}: sync, every device for generation and training in turn."
+    costs, span = plan.fixed_costs, ""
+    if costs is not None and costs.ranges:
+        span = f" ({costs.least:.2f} to {costs.most:.2f} x over the uncertain fixed costs)"
     return (
-        f"Recommended: {best.paradigm}, {devices(best.train_devices)} for training and "
+        f"{word}: {best.paradigm}, {devices(best.train_devices)} for training and "
         f"{best.rollout_devices} for rollout, K = {best.candidate.max_staleness}: "
-        f"{plan.gain(best):.2f} x sync."
+        f"{plan.gain(best):.2f} x sync{span}."
     )
 
 

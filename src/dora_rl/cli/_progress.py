@@ -13,12 +13,12 @@ from typing import TextIO
 
 TICK_S = 1.0  # between looks at the clock
 STEP_S = 2.0  # between plain lines of the same phase
-SILENCE_S = 10.0  # after which a plain line says that the phase goes on
+SILENCE_S = 10.0  # after which a plain line says that the phase continues
 _CLEAR = "\r\x1b[K"
 
 
 class Progress:
-    """Shows what goes on. Whoever cannot be written to is not shown any more."""
+    """Shows progress, until the terminal cannot be written to."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream, self._clock = stream, clock

@@ -4,11 +4,13 @@ With them a bench takes two minutes at most on two cores without AVX-512, and ne
 has to be fetched. What the user gives wins.
 """
 
-from collections.abc import Mapping
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import click
-from click.core import ParameterSource
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Phases are bounded, so that a slow machine takes fewer repeats and not more time.
 _OF_AN_ENGINE = {"model": "tiny", "repeats": 2, "phase_seconds": 10.0}
@@ -27,6 +29,7 @@ QUICK: Mapping[str, Mapping[str, Any]] = {
         "search_steps": 0,
     },
     "modes": {"steps": 4, "warmup_steps": 1, "rounds": 1, "search_steps": 0, "groups": 16},
+    "resume": {"events": "10000,100000", "repeats": 3},
     "durability": {"steps": 6, "warmup_steps": 2, "rounds": 1},
     "convergence": {"ways": "sync,multi_version:3", "seeds": 2, "steps": 4, "eval_size": 32},
 }
@@ -42,11 +45,18 @@ def help_of(bench: str) -> str:
     return f"Rough figures in two minutes or less. Unless given otherwise: {options}."
 
 
-def quick_options(bench: str, ctx: click.Context, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options with the quick values in place of the defaults."""
-    replaced = {
-        name: value
-        for name, value in QUICK[bench].items()
-        if ctx.get_parameter_source(name) is ParameterSource.DEFAULT
-    }
-    return {**given, **replaced}
+def option(bench: str) -> Callable[[Function], Function]:
+    """The option `--quick` of this bench; what the user gives wins over its values."""
+    return click.option(
+        "--quick",
+        is_flag=True,
+        is_eager=True,  # before the options whose defaults it replaces
+        callback=functools.partial(_replace_defaults, bench),
+        help=help_of(bench),
+    )
+
+
+def _replace_defaults(bench: str, ctx: click.Context, _: click.Parameter, quick: bool) -> bool:
+    if quick:
+        ctx.default_map = dict(QUICK[bench])
+    return quick

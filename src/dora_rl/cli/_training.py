@@ -1,35 +1,24 @@
-"""The words of `dora-rl train`: what is going to happen, how it goes, and what came of it."""
+"""The words of `dora-rl train`: what is going to happen, and what came of it."""
 
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import click
 import msgspec
 
-from dora_rl.core.commands import Command
-from dora_rl.core.errors import DoraError, UserError
-from dora_rl.core.events import Event
-from dora_rl.core.paradigms import PARADIGMS
-from dora_rl.core.types import InstanceId
-from dora_rl.machine.fast_paths import FAST_PATHS, Trial
-from dora_rl.observe.live import LiveDisplay, Status, duration
-from dora_rl.observe.placements import Placements
-from dora_rl.runtime import messages as ms
-from dora_rl.runtime.config import RunConfig
-from dora_rl.runtime.evaluation import EvalRecord, EvalWatcher
-from dora_rl.runtime.listening import Listener
-from dora_rl.runtime.recording import StepRecord, Watcher
-from dora_rl.runtime.session import Plan
-from dora_rl.runtime.train import Run, execute, prepare, read_config, resume
-from dora_rl.store.rundir import TRACE, check_free
+from dora_rl.core.protocol.errors import DoraError, UserError
+from dora_rl.runtime.display.progress import execute_shown, paradigm_of
+from dora_rl.runtime.display.summary import first_line, labelled, outcome_rows, reward_span
+from dora_rl.runtime.execution import Run
+from dora_rl.runtime.prepare.plan import Plan, plan_resume, prepare, read_config
+from dora_rl.runtime.prepare.preflight import preflight
+from dora_rl.store.rundir import TRACE
 
 INTERRUPTED = 130  # as a shell reports a program that Ctrl-C ended
-_LABEL = 11
 
 
 # What is to be run
@@ -45,8 +34,7 @@ def planned(
     if out is not None:
         more.append(f"run.out={json.dumps(str(out), ensure_ascii=False)}")
     plan = prepare(read_config(config or quickstart_config(), more))
-    check_free(plan.out)
-    _try_task(plan)
+    preflight(plan)
     return plan
 
 
@@ -58,15 +46,15 @@ def resumed(
     steps: int | None,
     accepted: Sequence[str],
 ) -> Plan:
-    """The rest of a run that was stopped or killed: as it was configured."""
-    given = {"CONFIG": config, "--out": out, "--steps": steps}
+    """The rest of a run that was stopped or killed, or more steps of it: as it was configured."""
+    given = {"CONFIG": config, "--out": out}
     extra = next((name for name, value in given.items() if value is not None), None)
     if extra is not None:
         raise UserError(
-            f"--resume takes no {extra}: `{run}` goes on as it was configured. Leave it out."
+            f"--resume takes no {extra}: `{run}` continues as it was configured. Leave it out."
         )
-    plan = resume(run, accept_changed=accepted, secrets=overrides)
-    _try_task(plan)
+    plan = plan_resume(run, steps=steps, accept_changed=accepted, secrets=overrides)
+    preflight(plan)
     return plan
 
 
@@ -77,56 +65,7 @@ def quickstart_config() -> Path:
     return model_directory().parent / "quickstart.toml"
 
 
-def _try_task(plan: Plan) -> None:
-    """Start the workers once, so that what cannot be imported is told now."""
-    if plan.task.rewards:
-        plan.task.score_pool().close()
-    if plan.task.has_environment:
-        plan.task.environment_pool().close()
-
-
 # How it goes
-
-
-class _Follower(Listener):
-    """Passes on what happens to the status."""
-
-    def __init__(self, plan: Plan) -> None:
-        config = plan.config
-        settings = config.settings()
-        self._placements = Placements()
-        self._fell_back: set[str] = set()
-        self.tell: Callable[[str], object] = lambda line: None
-        self.status = Status(
-            title=f"{_model_name(config)} · {config.algorithm.preset} · {_paradigm(config)}",
-            steps=config.run.steps,
-            max_staleness=PARADIGMS[settings.paradigm].max_staleness(settings),
-            instances=config.runtime.instances,
-            slots=config.rollout.slots,
-            groups_per_step=settings.groups_per_step,
-            placements=self._placements,
-            resumed=plan.resumed,
-        )
-
-    def observed(self, now: float, event: Event, commands: Sequence[Command]) -> None:
-        self._placements.observe(now, event, commands)
-        self.status.observe(now, event, commands)
-
-    def replaced(self, now: float, why: str) -> None:
-        self.tell(f"{why}; it is replaced")
-
-    def tried(self, now: float, trials: Mapping[str, Trial]) -> None:
-        for name, trial in trials.items():
-            if not trial.in_force and name not in self._fell_back:
-                self._fell_back.add(name)
-                self.tell(f"{name} is not in force here: {FAST_PATHS[name].otherwise}")
-
-    def must_end(self, now: float, why: str) -> None:
-        self.status.stopping = True
-        self.tell(f"stopping: the step is finished, then all is saved. {why}")
-
-    def used(self, now: float, instance: InstanceId, used: ms.Used) -> None:
-        self.status.used(now, instance, used.tokens)
 
 
 def carry_out(plan: Plan, *, as_json: bool, plain: bool) -> int:
@@ -142,23 +81,8 @@ def carry_out(plan: Plan, *, as_json: bool, plain: bool) -> int:
     for warning in plan.config.warnings():
         click.echo(f"warning: {warning}", err=True)
     say("")
-    follower = _Follower(plan)
-    lines = plain or not stream.isatty()
-
-    def stopping() -> None:
-        follower.status.stopping = True
-        if lines:
-            click.echo("stopping: the step is finished, then all is saved", err=True)
-
     try:
-        with _shown(follower, stream, say, lines=lines) as (step, evaluation):
-            run = execute(
-                plan,
-                watch=[step],
-                watch_evaluations=[evaluation],
-                listeners=[follower],
-                stopping=stopping,
-            )
+        run = execute_shown(plan, stream, plain=plain)
     except UserError:
         raise
     except DoraError as error:
@@ -187,34 +111,6 @@ def _how_to_resume(plan: Plan) -> str:
     return f"Resume with: dora-rl train --resume {plan.out}"
 
 
-@contextmanager
-def _shown(
-    follower: _Follower, stream: TextIO, say: Callable[[str], object], *, lines: bool
-) -> Iterator[tuple[Watcher, EvalWatcher]]:
-    """The display on a terminal; else a line for each step. Gives who is to be told."""
-    status = follower.status
-
-    def evaluated(record: EvalRecord) -> None:
-        status.evaluated(record.version, record.reward_mean)
-        if lines:
-            say(evaluation_line(record))
-
-    def stepped(record: StepRecord) -> None:
-        status.stepped(record)
-        if lines:
-            say(step_line(record, status))
-
-    if lines:
-        follower.tell = say
-        yield stepped, evaluated
-        return
-    from rich.console import Console
-
-    with LiveDisplay(status, Console(file=stream)) as display:
-        follower.tell = display.say
-        yield stepped, evaluated
-
-
 # Words
 
 
@@ -227,7 +123,8 @@ def introduction(plan: Plan) -> list[str]:
     model = read_model(plan.model)
     size = sum(math.prod(shape) for shape in model.tensors().values())
     scored = [
-        part.function if isinstance(part.function, str) else part.name for part in plan.task.rewards
+        reward.function if isinstance(reward.function, str) else reward.name
+        for reward in plan.task.rewards
     ]
     if plan.task.has_environment:
         scored.append(f"environment {task.environment}")
@@ -236,69 +133,36 @@ def introduction(plan: Plan) -> list[str]:
     count = f"{config.runtime.instances} x {threads.rollout} thread, {config.rollout.slots} slots"
     until = f"{config.run.steps} steps" + (" (resumed)" if plan.resumed else "")
     rows = {
-        "model": f"{_model_name(config)}: {model.family}, {human(size)} parameters",
+        "model": f"{config.model.path}: {model.family}, {human(size)} parameters",
         "task": f"{task.prompts or 'given prompts'}, scored by {', '.join(scored)}",
         "algorithm": f"{config.algorithm.preset}, {core.groups_per_step} groups of "
         f"{core.group_size} a step, learning rate {config.train.learning_rate:g}",
-        "paradigm": _paradigm(config),
+        "paradigm": paradigm_of(config),
         "runtime": f"{config.runtime.kind}: rollout {count}; {where}",
         "run": f"{plan.out}, {until}",
     }
     if plan.task.gaps:
-        rows["rewards"] = f"not kept from them here: {'; '.join(plan.task.gaps)}"
-    return [f"{name:<{_LABEL}}{value}" for name, value in rows.items()]
-
-
-def step_line(record: StepRecord, status: Status) -> str:
-    """One step in one line."""
-    left = "" if status.eta_s is None else f"  {duration(status.eta_s)} left"
-    return (
-        f"step {record.step + 1}/{status.steps}  reward {record.reward_mean:.3f}  "
-        f"staleness {record.staleness_mean:.2f} max {record.staleness_max}  "
-        f"versions {record.versions_live}  tokens/s {record.tokens_per_s:.0f}  "
-        f"bubble {record.bubble_share:.0%}  step {record.step_s:.1f} s "
-        f"(train {record.train_s:.1f} s){left}"
-    )
-
-
-def evaluation_line(record: EvalRecord) -> str:
-    """One evaluation in one line."""
-    failed = f", {record.failed} failed" if record.failed else ""
-    return (
-        f"evaluation of version {record.version}  reward {record.reward_mean:.3f}  "
-        f"({record.responses} responses{failed}, {record.seconds:.1f} s)"
-    )
+        rows["rewards"] = (
+            f"sandbox gaps on this kernel: reward workers can access {'; '.join(plan.task.gaps)}"
+        )
+    return labelled(rows)
 
 
 def conclusion(run: Run) -> list[str]:
-    """What came of it, and what to try next."""
-    summary, rewards = run.summary, reward_span(run.steps)
-    lines = [f"{len(run.steps)} steps in {duration(summary.wall_s)}: {run.ending.reason}"]
-    if rewards is not None:
-        lines.append(
-            f"{'reward':<{_LABEL}}{rewards[0]:.3f} -> {rewards[1]:.3f} "
-            "(means of the first and the last fifth of the steps)"
-        )
-    if run.evaluations:
-        ends = (run.evaluations[:1] if len(run.evaluations) > 1 else ()) + run.evaluations[-1:]
-        shown = " -> ".join(f"{end.reward_mean:.3f} (version {end.version})" for end in ends)
-        lines.append(f"{'evaluation':<{_LABEL}}{shown}")
-    if summary.steps:
-        lines += [
-            f"{'rollout':<{_LABEL}}{summary.tokens_per_s:,.0f} trained tokens/s, "
-            f"bubble {summary.bubble_share:.1%}",
-            f"{'staleness':<{_LABEL}}mean {summary.mean_staleness:.2f}, "
-            f"max {summary.max_staleness:g} (K = {run.audit.max_staleness})",
-        ]
-    lines += ["", "audit of " + run.audit.summary()[0], *run.audit.summary()[1:], ""]
+    """What came of it, and after a run that ended well what to try next."""
+    lines = [first_line(run), *labelled(outcome_rows(run))]
+    audit = run.audit.brief()
+    lines += ["", f"audit of {audit[0]}", *audit[1:], ""]
     if run.checkpoint is not None:
         lines += [
             f"checkpoint {run.checkpoint}",
             f"  AutoModelForCausalLM.from_pretrained({str(run.checkpoint)!r})",
         ]
+    if not run.ok:
+        return lines
     lines += [
         "next",
-        f"  dora-rl audit {run.directory}",
+        f"  dora-rl audit {run.directory} --verbose",
         f"  dora-rl replay {run.directory}",
         f"  {run.directory / TRACE} in ui.perfetto.dev",
     ]
@@ -327,16 +191,6 @@ def to_json(run: Run) -> dict[str, Any]:
     }
 
 
-def reward_span(steps: Sequence[StepRecord]) -> tuple[float, float] | None:
-    """Mean rewards of the first and of the last fifth of the steps."""
-    if not steps:
-        return None
-    count = max(1, len(steps) // 5)
-    ends = steps[:count], steps[-count:]
-    first, last = (sum(record.reward_mean for record in part) / count for part in ends)
-    return first, last
-
-
 def human(count: int) -> str:
     """`593 k`, `135 M`, `1.2 B`."""
     for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
@@ -344,12 +198,3 @@ def human(count: int) -> str:
             value = count / size
             return f"{value:.0f} {unit}" if value >= 10 else f"{value:.1f} {unit}"
     return str(count)
-
-
-def _model_name(config: RunConfig) -> str:
-    return config.model.path
-
-
-def _paradigm(config: RunConfig) -> str:
-    settings = config.settings()
-    return f"{settings.paradigm}, K = {PARADIGMS[settings.paradigm].max_staleness(settings)}"

@@ -9,10 +9,11 @@ import click
 
 from dora_rl.cli import _bench_help as about
 from dora_rl.cli import _benching as benching
+from dora_rl.cli._logged import LoggedGroup
 from dora_rl.cli._output import check_output
 
 
-@click.group(epilog=about.EXAMPLES)
+@click.group(cls=LoggedGroup, epilog=about.EXAMPLES)
 def command() -> None:
     """Measure the orchestrator, the embedded engine and whole training."""
 
@@ -20,6 +21,7 @@ def command() -> None:
 @command.command(epilog=about.ORCHESTRATOR)
 @click.option(
     "--instances",
+    callback=benching.numbers("64,512"),
     default="64,512,4096,8192",
     show_default=True,
     metavar="N,N,…",
@@ -33,7 +35,7 @@ def command() -> None:
     help="Events to measure at each size, at least.",
 )
 @benching.measured
-def orchestrator(instances: str, events: int) -> benching.Measurement:
+def orchestrator(instances: tuple[int, ...], events: int) -> benching.Measurement:
     """Events per second of the deciding core alone, on fleets of several sizes.
 
     Shows the cost per event, how it grows from the smallest to the largest fleet, and how
@@ -41,19 +43,20 @@ def orchestrator(instances: str, events: int) -> benching.Measurement:
     """
     from dora_rl.benchmarks.orchestrator import check_sizes, measure
 
-    sizes = check_sizes(benching.numbers("--instances", instances, "64,512"))
-    return benching.Measurement(partial(measure, sizes, events))
+    return benching.Measurement(partial(measure, check_sizes(instances), events))
 
 
 @command.command(epilog=about.ENGINE)
 @click.option(
     "--against",
+    callback=benching.names,
     default="",
     metavar="hf,vllm",
     help="Other engines to measure in the same run.  [default: none]",
 )
 @click.option(
     "--batches",
+    callback=benching.numbers("1,8,32"),
     default="1,8,32,64,128",
     show_default=True,
     metavar="N,N,…",
@@ -62,38 +65,17 @@ def orchestrator(instances: str, events: int) -> benching.Measurement:
 @benching.lengths
 @benching.of_an_engine(repeats=3, phase_seconds=120, phase="a batch size")
 @benching.measured
-def engine(
-    against: str,
-    batches: str,
-    prompt_tokens: int,
-    new_tokens: int,
-    model: str,
-    repeats: int,
-    threads: int | None,
-    dtype: str | None,
-    phase_seconds: float,
-) -> benching.Measurement:
+def engine(**options: Any) -> benching.Measurement:
     """Tokens per second of the embedded engine, against others and the machine's limits."""
-    from dora_rl.benchmarks.contestants.arena import default_threads
     from dora_rl.benchmarks.engine import Plan, measure
 
-    plan = Plan(
-        model=model,
-        against=benching.names(against),
-        batches=benching.numbers("--batches", batches, "1,8,32"),
-        prompt_tokens=prompt_tokens,
-        new_tokens=new_tokens,
-        repeats=repeats,
-        threads=default_threads() if threads is None else threads,
-        dtype=dtype,
-        phase_seconds=phase_seconds,
-    )
-    return benching.Measurement(partial(measure, plan))
+    return benching.Measurement(partial(measure, Plan(**options)))
 
 
 @command.command(epilog=about.MIGRATION)
 @click.option(
     "--tokens",
+    callback=benching.numbers("500,1000"),
     default="500,1000,2000,4000",
     show_default=True,
     metavar="N,N,…",
@@ -101,27 +83,11 @@ def engine(
 )
 @benching.of_an_engine(repeats=5, phase_seconds=120, phase="a length")
 @benching.measured
-def migration(
-    tokens: str,
-    model: str,
-    repeats: int,
-    threads: int | None,
-    dtype: str | None,
-    phase_seconds: float,
-) -> benching.Measurement:
+def migration(**options: Any) -> benching.Measurement:
     """Time to move a running trajectory: by its KV, and by reading its tokens again."""
-    from dora_rl.benchmarks.contestants.arena import default_threads
     from dora_rl.benchmarks.migration import Plan, measure
 
-    plan = Plan(
-        model=model,
-        tokens=benching.numbers("--tokens", tokens, "500,1000"),
-        repeats=repeats,
-        threads=default_threads() if threads is None else threads,
-        dtype=dtype,
-        phase_seconds=phase_seconds,
-    )
-    return benching.Measurement(partial(measure, plan))
+    return benching.Measurement(partial(measure, Plan(**options)))
 
 
 @command.command(epilog=about.VERSIONS)
@@ -130,6 +96,7 @@ def migration(
 )
 @click.option(
     "--versions",
+    callback=benching.numbers("1,2,4"),
     default="1,2,4",
     show_default=True,
     metavar="N,N,…",
@@ -138,33 +105,11 @@ def migration(
 @benching.lengths
 @benching.of_an_engine(repeats=5, phase_seconds=300, phase="all numbers")
 @benching.measured
-def versions(
-    batch: int,
-    versions: str,
-    prompt_tokens: int,
-    new_tokens: int,
-    model: str,
-    repeats: int,
-    threads: int | None,
-    dtype: str | None,
-    phase_seconds: float,
-) -> benching.Measurement:
+def versions(**options: Any) -> benching.Measurement:
     """Tokens per second of one engine that holds several versions at once."""
-    from dora_rl.benchmarks.contestants.arena import default_threads
     from dora_rl.benchmarks.versions import Plan, measure
 
-    plan = Plan(
-        model=model,
-        batch=batch,
-        versions=benching.numbers("--versions", versions, "1,2,4"),
-        prompt_tokens=prompt_tokens,
-        new_tokens=new_tokens,
-        repeats=repeats,
-        threads=default_threads() if threads is None else threads,
-        dtype=dtype,
-        phase_seconds=phase_seconds,
-    )
-    return benching.Measurement(partial(measure, plan))
+    return benching.Measurement(partial(measure, Plan(**options)))
 
 
 @command.command(epilog=about.TRL)
@@ -197,37 +142,21 @@ def versions(
     help="A Python that has TRL.  [default: that of .venv-trl]",
 )
 @benching.measured
-def trl(
-    model: str,
-    steps: int,
-    prompts: int,
-    group_size: int,
-    max_tokens: int,
-    search_steps: int,
-    trl_python: str | None,
-) -> benching.Measurement:
+def trl(**options: Any) -> benching.Measurement:
     """Tokens per second of whole training, against GRPOTrainer of TRL."""
     from dora_rl.benchmarks.trl import Plan, measure
 
-    plan = Plan(
-        model=model,
-        steps=steps,
-        prompts=prompts,
-        group_size=group_size,
-        max_tokens=max_tokens,
-        search_steps=search_steps,
-        trl_python=trl_python,
-    )
-    return benching.Measurement(partial(measure, plan))
+    return benching.Measurement(partial(measure, Plan(**options)))
 
 
 @command.command(epilog=about.MODES)
 @click.option(
     "--paradigms",
+    callback=benching.paradigms,
     default="sync,one_step,partial,in_flight,multi_version",
     show_default=True,
     metavar="NAME,…",
-    help="Who is measured.",
+    help="Paradigms to measure.",
 )
 @click.option("--steps", type=int, default=16, show_default=True, help="Train steps of a run.")
 @click.option(
@@ -244,6 +173,7 @@ def trl(
 @click.option("--max-staleness", type=int, default=3, show_default=True, help="K.")
 @click.option(
     "--slots",
+    callback=benching.numbers("32,64"),
     default="32,64,128",
     show_default=True,
     metavar="N,N,…",
@@ -255,34 +185,31 @@ def trl(
 )
 @click.option("--seed", type=int, default=0, show_default=True)
 @benching.measured
-def modes(
-    paradigms: str,
-    steps: int,
-    warmup_steps: int,
-    rounds: int,
-    search_steps: int,
-    max_staleness: int,
-    slots: str,
-    groups: int,
-    group_size: int,
-    seed: int,
-) -> benching.Measurement:
+def modes(groups: int, **options: Any) -> benching.Measurement:
     """The five paradigms as real training: throughput, rollout-only time, bubbles, staleness."""
     from dora_rl.benchmarks.modes import Plan, measure
 
-    plan = Plan(
-        paradigms=benching.paradigms(paradigms),
-        steps=steps,
-        warmup_steps=warmup_steps,
-        rounds=rounds,
-        search_steps=search_steps,
-        max_staleness=max_staleness,
-        slots=benching.numbers("--slots", slots, "32,64"),
-        groups_per_step=groups,
-        group_size=group_size,
-        seed=seed,
-    )
-    return benching.Measurement(partial(measure, plan))
+    return benching.Measurement(partial(measure, Plan(groups_per_step=groups, **options)))
+
+
+@command.command(epilog=about.RESUME)
+@click.option(
+    "--events",
+    callback=benching.numbers("10000,100000"),
+    default="10000,1000000",
+    show_default=True,
+    metavar="N,N,…",
+    help="Events of the histories to resume after, in one run.",
+)
+@click.option(
+    "--repeats", type=int, default=5, show_default=True, help="Resumes of each, in turns."
+)
+@benching.measured
+def resume(**options: Any) -> benching.Measurement:
+    """What a resume costs after a short and after a long history."""
+    from dora_rl.benchmarks.resume import Plan, measure
+
+    return benching.Measurement(partial(measure, Plan(**options)))
 
 
 @command.command(epilog=about.DURABILITY)
@@ -292,17 +219,17 @@ def modes(
 )
 @click.option("--rounds", type=int, default=5, show_default=True, help="Runs of each way.")
 @benching.measured
-def durability(steps: int, warmup_steps: int, rounds: int) -> benching.Measurement:
+def durability(**options: Any) -> benching.Measurement:
     """What it costs that nothing is lost, and how soon a run works again after a death."""
     from dora_rl.benchmarks.durability import Plan, measure
 
-    plan = Plan(steps=steps, warmup_steps=warmup_steps, rounds=rounds)
-    return benching.Measurement(partial(measure, plan))
+    return benching.Measurement(partial(measure, Plan(**options)))
 
 
 @command.command(epilog=about.CONVERGENCE)
 @click.option(
     "--ways",
+    callback=benching.names,
     default="sync,multi_version:1,multi_version:3,in_flight",
     show_default=True,
     metavar="WAY,…",
@@ -320,13 +247,7 @@ def durability(steps: int, warmup_steps: int, rounds: int) -> benching.Measureme
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the curves as PNG.")
 @benching.measured
 def convergence(
-    ways: str,
-    seeds: int,
-    steps: int,
-    eval_size: int,
-    goal: float,
-    out: Path | None,
-    plot: Path | None,
+    ways: tuple[str, ...], out: Path | None, plot: Path | None, **options: Any
 ) -> benching.Measurement:
     """What staleness costs in learning: reward curves of several ways and seeds."""
     from dora_rl.benchmarks.convergence import Plan, Result, draw, measure, named_ways
@@ -341,6 +262,5 @@ def convergence(
         if plot is not None:
             draw(result, plot)
 
-    compared = named_ways(benching.names(ways))
-    plan = Plan(seeds=seeds, steps=steps, eval_size=eval_size, goal=goal, ways=compared)
+    plan = Plan(ways=named_ways(ways), **options)
     return benching.Measurement(partial(measure, plan), save)

@@ -8,17 +8,18 @@ from typing import Any
 import click
 
 from dora_rl.cli import _benching as benching
+from dora_rl.cli._logged import LoggedCommand
 
 _EPILOG = """\b
 Trains for real, the quickstart unless a CONFIG is named, with a reward that now and then raises,
-hangs, dies or is no number. Meanwhile, at random moments, processes are killed, stopped and woken,
-the driver among them; messages are heard twice; the disk is slow or full; files are cut or altered.
-A run that has ended is resumed; one that names a damaged file gets it back whole. When the time is
-over, it ends as after Ctrl-C, and is audited from its journal and its ledger. OUT.log has what it
-said, OUT.damaged the files as they were.
+hangs, dies or is not a number. Meanwhile, at random moments, processes are killed, stopped and
+continued, the driver included; messages are duplicated; the disk is slow or full; files are
+truncated or altered. A run that has ended is resumed; one that names a damaged file gets it
+restored. At the end it is stopped as by Ctrl-C, and audited from its journal and its ledger.
+OUT.log has its output, OUT.damaged the originals of damaged files.
 
 \b
-Exit code: 0 if no promise was broken, 1 if one was or the run did not go on or end as it should,
+Exit code: 0 if no promise was broken, 1 if one was or the run did not resume or stop as it should,
 2 for bad input.
 
 \b
@@ -29,19 +30,19 @@ Examples:
 """
 
 
-@click.command(epilog=_EPILOG)
+@click.command(cls=LoggedCommand, epilog=_EPILOG)
 @click.argument("config", required=False, metavar="[CONFIG.toml]", type=click.Path(path_type=Path))
 @click.option(
     "--faults",
     metavar="NAME,…",
     default="",
-    help="Which; if left out, all of --list that this machine can have.",
+    help="Which faults; by default all of --list that this machine supports.",
 )
 @click.option("--list", "as_list", is_flag=True, help="Show the faults, and end.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the faults.")
 @click.option("--minutes", type=float, default=5.0, show_default=True)
 @click.option(
-    "--every", type=float, default=8.0, show_default=True, help="Seconds between two, on average."
+    "--every", type=float, default=8.0, show_default=True, help="Mean seconds between two faults."
 )
 @click.option("--out", type=click.Path(path_type=Path), help="The run directory, new or empty.")
 @benching.as_json
@@ -57,11 +58,11 @@ def command(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """Train under random faults, and audit what is left."""
-    from dora_rl.chaos.faults import FAULTS, available
-    from dora_rl.chaos.storm import Plan, brave
+    """Train under random faults, and audit the run."""
     from dora_rl.config import load_toml
     from dora_rl.extras import require
+    from dora_rl.faultlab.faults import FAULTS, available
+    from dora_rl.faultlab.storm import StormSettings, run_storm
     from dora_rl.runtime.errors import RunFailed
 
     if as_list:
@@ -70,7 +71,7 @@ def command(
         return
     require("dora-rl chaos", "engine", "train")
     names = tuple(name.strip() for name in faults.split(",") if name.strip())
-    plan = Plan(
+    settings = StormSettings(
         config=load_toml(config) if config is not None else _quickstart(),
         out=out or Path(f"runs/chaos-{time.strftime('%Y%m%d-%H%M%S')}"),
         faults=names or tuple(available()),
@@ -82,12 +83,12 @@ def command(
     def tell(line: str) -> None:
         click.echo(line, err=True)
 
-    left_out = [name for name in FAULTS if not names and name not in plan.faults]
+    left_out = [name for name in FAULTS if not names and name not in settings.faults]
     if left_out:
-        tell(f"left out, as this machine cannot have them: {', '.join(left_out)}")
+        tell(f"left out, not supported on this machine: {', '.join(left_out)}")
     try:
         with benching.children():
-            result = brave(plan, tell)
+            result = run_storm(settings, tell)
     except RunFailed as error:
         raise click.ClickException(str(error)) from error
     if as_json:
@@ -103,4 +104,4 @@ def _quickstart() -> dict[str, Any]:
     from dora_rl.config import load_toml
 
     data = load_toml(quickstart_config())
-    return {**data, "task": {**data["task"], "reward": "dora_rl.chaos.rewards:unreliable"}}
+    return {**data, "task": {**data["task"], "reward": "dora_rl.faultlab.rewards:unreliable"}}

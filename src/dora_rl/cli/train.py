@@ -4,7 +4,8 @@ from pathlib import Path
 
 import click
 
-from dora_rl.core.errors import UserError
+from dora_rl.cli._logged import LoggedCommand
+from dora_rl.core.protocol.errors import UserError
 
 _EPILOG = """\b
 CONFIG is a TOML file with the sections [model] [task] [algorithm] [train] [rollout]
@@ -13,13 +14,14 @@ heavy-tailed length on this machine's cores, in minutes.
 
 \b
 Everything is checked before anything is written. The run directory holds config.toml,
-journal.jsonl, ledger.sqlite, metrics.jsonl and metrics.json, trace.json (for ui.perfetto.dev)
-and checkpoints/step-N, each a Hugging Face model directory.
+journal.jsonl, ledger.sqlite, metrics.jsonl and metrics.json, samples.jsonl (what the model wrote),
+logs/ (of each worker; rewards.log: what rewards printed), trace.json (for ui.perfetto.dev) and
+checkpoints/step-N, each a Hugging Face model directory.
 
 \b
 Ctrl-C once finishes the step, saves, and says how to resume; twice ends at once. A run that was
-killed, or failed, is resumed alike: what was complete is not generated again. A run that gets
-short of memory (runtime.min_free_memory_mb) saves likewise, and fails.
+killed, or failed, is resumed in the same way: what was complete is not generated again. A run
+that gets short of memory (runtime.min_free_memory_mb) saves likewise, and fails.
 Exit code: 0 if the run ended well and kept its promises, 1 if not, 2 for bad input,
 130 when interrupted.
 
@@ -31,10 +33,11 @@ Examples:
   dora-rl train my.toml --set train.learning_rate=1e-6 --set rollout.slots=128
   dora-rl train my.toml --plain > train.log
   dora-rl train --resume runs/first
+  dora-rl train --resume runs/first --steps 20    (20 in all, though it was started for 10)
 """
 
 
-@click.command(epilog=_EPILOG)
+@click.command(cls=LoggedCommand, epilog=_EPILOG)
 @click.argument("config", required=False, metavar="[CONFIG.toml]", type=click.Path(path_type=Path))
 @click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a value; repeatable."
@@ -45,20 +48,25 @@ Examples:
     metavar="DIR",
     help="The run directory, new or empty; runs/DATE-TIME if left out.",
 )
-@click.option("--steps", type=int, metavar="N", help="Train so many steps.")
+@click.option(
+    "--steps",
+    type=int,
+    metavar="N",
+    help="Train this many steps in all; with --resume, the new and larger total.",
+)
 @click.option(
     "--resume",
     type=click.Path(path_type=Path),
     metavar="RUN",
-    help="Go on with a run that was stopped, or killed.",
+    help="Resume a run that was stopped or killed, or with --steps N one that has ended.",
 )
 @click.option(
     "--accept-changed",
     metavar="NAME,…",
     default="",
-    help="With --resume: what of prompts, tokenizer, reward, environment, model may have changed.",
+    help="With --resume: which of prompts, tokenizer, reward, environment, model may differ.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Write what came out as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Write the outcome as JSON.")
 @click.option("--plain", is_flag=True, help="One line a step, also on a terminal.")
 @click.pass_context
 def command(

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 from dora_rl.config.redaction import REDACTED, looks_secret, names_secret, names_token, redacted
 from dora_rl.config.text import file_name, one_line, show
-from dora_rl.core.errors import UserError
+from dora_rl.core.protocol.errors import UserError
 
 _KEY = re.compile(r"[A-Za-z0-9_-]+")
 _LARGEST = 16 * 2**20  # bytes: far above any configuration

@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 from dora_rl.config.redaction import REDACTED, Loc, concealed, scrubbed
 from dora_rl.config.shape import Key, find_key, value_at
 from dora_rl.config.text import dotted, file_name, one_line, show
+from dora_rl.config.unknown import absent
 
 # What a value must be, by pydantic's name of the error; braces are filled from its context.
 _MUST_BE = {
@@ -89,7 +90,8 @@ def _message(
     value = concealed(loc, value)
     key = find_key(model, data, loc)
     wants = list(dict.fromkeys(_must_be(detail) for detail in details))
-    fix = (key and key.fix) or ("" if value == REDACTED else _fix(details, value, key))
+    fix = absent(model, value) if any(d["type"] in _CHOICES for d in details) else None
+    fix = fix or (key and key.fix) or ("" if value == REDACTED else _fix(details, value, key))
     subject = name or file_name(source)
     return f"{subject} must be {' or '.join(wants)}: {show(value)}. {fix}".rstrip()
 

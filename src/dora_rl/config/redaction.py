@@ -19,6 +19,7 @@ _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")  # of api_key, apiKey, A
 _SECRET_WORDS = frozenset(
     (
         *("secret", "secrets", "password", "passwords", "passwd", "passphrase", "pwd"),
+        *("passcode", "passcodes", "userpass"),
         *("credential", "credentials", "authorization", "apikey", "apikeys", "privatekey"),
         *("authtoken", "accesstoken", "bearer"),
     )
@@ -32,6 +33,13 @@ _TEXT_WORDS = frozenset(
         *("bos", "eos", "pad", "unk", "mask", "sep", "cls", "stop", "special", "added", "image"),
         *("start", "end", "begin", "think", "prefix", "suffix", "id", "ids", "type", "types"),
         *("max", "min", "num", "per", "count", "budget", "limit", "length"),
+    )
+)
+# Before `pass`, one of these says that it is a round, and none says that it opens something.
+_ROUND_WORDS = frozenset(
+    (
+        *("first", "second", "third", "last", "next", "one", "two", "three", "single", "multi"),
+        *("forward", "backward", "each", "every", "per", "by", "all", "low", "high", "band"),
     )
 )
 # Bounded where a run of letters could be read from each of its letters to its end, which for
@@ -57,7 +65,7 @@ _CREDENTIAL = re.compile(
             + ")",
             r"-----BEGIN [A-Z0-9 ]{1,60}-----(?s:.*?-----END [A-Z0-9 ]{1,60}-----|.*)",
             r"://[^\s/?#:@]*:([^\s/?#]*)@",  # user:password@ in a URL
-            r"(?i:[?&;](?:api_?key|access_?token|token|secret|password|signature)=([^&;\s]+))",
+            r"(?i:[?&;](?:api_?key|access_?token|token|secret|password|passwd|pass|pwd|signature)=([^&;\s]+))",
         )
     ),
     re.ASCII,
@@ -144,8 +152,13 @@ def names_secret(key: str) -> bool:
 
 
 def names_token(key: str) -> bool:
-    """Whether the key speaks of a token that opens something, not of one of a text."""
+    """Whether the key speaks of a text that opens something: a token, not of a text, or a pass.
+
+    A pass is one at the end of a name: `db_pass`, and not `pass_rate` or `first_pass`.
+    """
     words = _words(key)
+    if words[-1:] == ["pass"]:
+        return _ROUND_WORDS.isdisjoint(words)
     return "token" in words and _TEXT_WORDS.isdisjoint(words)
 
 
@@ -162,7 +175,7 @@ def _is_secret_at(loc: Loc, value: Any) -> bool:
     names = [part for part in loc if isinstance(part, str)]
     if any(map(names_secret, names)):
         return True
-    # A number is no token: `train_token_s`, `cost_of_token`.
+    # A number is neither a token nor a pass: `train_token_s`, `cost_of_token`.
     return any(map(names_token, names)) and any(isinstance(leaf, str) for leaf in _leaves(value))
 
 

@@ -17,6 +17,7 @@ class Key(NamedTuple):
     type: Any
     default: Any  # `...` where there is none, or a factory makes it
     fix: str | None  # json_schema_extra or metadata {"fix": "Use 0 for …"}
+    elsewhere: str | None = None  # likewise: what another configuration calls the same
 
 
 def keys_of(model: Any) -> dict[str, Key]:
@@ -37,6 +38,7 @@ def _class_keys(model: type) -> dict[str, Key]:
                 hints[field.name],
                 ... if field.default is dataclasses.MISSING else field.default,
                 field.metadata.get("fix"),
+                field.metadata.get("elsewhere"),
             )
             for field in dataclasses.fields(model)
             if field.init
@@ -46,9 +48,12 @@ def _class_keys(model: type) -> dict[str, Key]:
 
 def _model_key(field: FieldInfo) -> Key:
     extra = field.json_schema_extra
-    fix = str(extra["fix"]) if isinstance(extra, dict) and "fix" in extra else None
+    fix, elsewhere = (
+        str(extra[name]) if isinstance(extra, dict) and name in extra else None
+        for name in ("fix", "elsewhere")
+    )
     has_default = not field.is_required() and field.default_factory is None
-    return Key(field.annotation, field.default if has_default else ..., fix)
+    return Key(field.annotation, field.default if has_default else ..., fix, elsewhere)
 
 
 def _members(annotation: Any) -> list[Any]:

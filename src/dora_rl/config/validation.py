@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from dora_rl.config.messages import summary
 from dora_rl.config.text import file_name
 from dora_rl.config.unknown import refuse_unknown_keys
-from dora_rl.core.errors import UserError
+from dora_rl.core.protocol.errors import UserError
 
 T = TypeVar("T")
 

@@ -2,15 +2,15 @@
 
 from typing import Any
 
-from dora_rl.core.codec import decode, encode
-from dora_rl.core.commands import Command
-from dora_rl.core.duties import settle
-from dora_rl.core.errors import RefusedEvent
-from dora_rl.core.events import Event
+from dora_rl.core.actions.settle import settle
+from dora_rl.core.actions.unanswered import unanswered_commands
 from dora_rl.core.handlers import HANDLERS
-from dora_rl.core.outstanding import outstanding
-from dora_rl.core.settings import Settings
-from dora_rl.core.state import State
+from dora_rl.core.history.codec import decode, encode
+from dora_rl.core.protocol.commands import Command
+from dora_rl.core.protocol.errors import RefusedEvent
+from dora_rl.core.protocol.events import Event, StepLimitRaised
+from dora_rl.core.protocol.settings import Settings
+from dora_rl.core.state.run import State
 
 
 class Orchestrator:
@@ -32,7 +32,7 @@ class Orchestrator:
         if handler is None:
             raise RefusedEvent(f"not an event: `{event!r}`")
         state = self.state
-        if state.halted:
+        if state.halted and not isinstance(event, StepLimitRaised):
             return []
         before = state.now
         if now > before:
@@ -46,18 +46,23 @@ class Orchestrator:
         out, state.out = state.out, []
         return out
 
-    def outstanding(self) -> list[Command]:
+    def unanswered(self) -> list[Command]:
         """What was asked for and not answered, but for commands to instances."""
-        return outstanding(self.state)
+        return unanswered_commands(self.state)
 
     def snapshot(self) -> Any:
         """Everything known, as JSON-able data."""
         return encode(self.state)
 
+    def load(self, snapshot: Any) -> None:
+        """Continue exactly as the one that was saved; JournalError if it does not fit."""
+        state = decode(State, snapshot)
+        state.rebuild()
+        self.state = state
+
     @classmethod
     def restore(cls, snapshot: Any) -> "Orchestrator":
-        """An orchestrator that goes on exactly as the one that was saved."""
+        """A new orchestrator from a snapshot."""
         self = cls.__new__(cls)
-        self.state = decode(State, snapshot)
-        self.state.rebuild()
+        self.load(snapshot)
         return self

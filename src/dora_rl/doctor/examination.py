@@ -19,8 +19,8 @@ from dora_rl.doctor.report import Finding, Report, Status
 from dora_rl.machine import processor
 from dora_rl.machine.fast_paths import FAST_PATHS, PORTABLE, portable
 from dora_rl.machine.trials import in_child, python
-from dora_rl.runtime import memory
 from dora_rl.runtime.config import RuntimeSettings
+from dora_rl.runtime.control import memory
 
 _GB = 1 << 30
 _MIN_DISK = 256 << 20  # for a run of the quickstart: versions, checkpoints, journal

@@ -1,20 +1,21 @@
 """The contract of an engine: what every implementation takes, returns, refuses and keeps.
 
 An engine holds a few versions of one model and the trajectories that run on them. It decides
-nothing about versions, groups or staleness: whoever drives it does. Nothing here needs a
+nothing about versions, groups or staleness: the caller does. Nothing here needs a
 library beyond the standard one; `tests/engines/contract.py` is the same contract as a suite.
 
-What an engine promises:
+What every engine promises:
 
 - Every token is sampled from the version that its trajectory names, and says so: `Sampled`
   carries the digest of the weights that are in memory.
-- Sampling noise is a function of (seed, trajectory, position), so batch mates, instance,
-  parking and migration do not change a trajectory beyond rounding.
-- Nothing is dropped and nothing recomputed to make room: what does not fit waits or is parked,
-  and the engine says so.
+- The log-probability that comes with a token is that of the distribution it was drawn from.
+- Nothing is lost: what does not fit waits. What was generated can be submitted again, as a prefix,
+  here or on any other engine of the same version, and continues from there.
 - An episode of several turns is one trajectory of one version. Between turns it is held: it has
-  no slot and its KV is kept, and what the environment said is all that is read then.
-- A refusal names the value and changes nothing; the other trajectories go on.
+  no slot.
+- A refusal names the value and changes nothing; the other trajectories continue.
+
+What some can besides is in `Capabilities`. Callers ask there, never for an engine's name.
 """
 
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
-from dora_rl.core.types import TrajectoryId, Version
+from dora_rl.core.protocol.types import TrajectoryId, Version
 from dora_rl.engines.errors import RequestRefused
 
 _MAX_SEED = 2**64 - 1  # a seed, like an id, enters the noise as eight bytes
@@ -38,7 +39,7 @@ class FinishReason(StrEnum):
 
 
 class ParkReason(StrEnum):
-    ASKED = "asked"  # by `park` or `export_trajectory`
+    ASKED = "asked"  # by `export_trajectory`
     KV_BUDGET = "kv_budget"  # by the engine itself: the KV memory is full
 
 
@@ -94,10 +95,11 @@ class Request:
     """One trajectory to generate. `prefix` is what it generated before, elsewhere.
 
     The prefix is not reported again, counts towards `max_tokens`, and sets the position at
-    which the noise goes on. In an episode of several turns it is the whole response so far, with
+    which the noise continues. In an episode of several turns it is the whole response so far, with
     what was observed; the present turn began at its token `turn_start`.
 
     With `hold` a trajectory that ends is held instead of forgotten, until `extend` or `cancel`.
+    With `held` it is so from the start: the last token of `prefix` ended its turn elsewhere.
     """
 
     trajectory: TrajectoryId
@@ -108,6 +110,7 @@ class Request:
     prefix: tuple[int, ...] = ()
     hold: bool = False
     turn_start: int = 0
+    held: bool = False
 
     def __post_init__(self) -> None:
         if type(self.trajectory) is not int or not 0 <= self.trajectory <= _MAX_SEED:
@@ -123,7 +126,7 @@ class Request:
                 f"the prompt of trajectory {self.trajectory} is empty. "
                 "Give at least one token, such as the beginning of text."
             )
-        if len(self.prefix) >= self.sampling.max_tokens:
+        if len(self.prefix) - bool(self.held) >= self.sampling.max_tokens:
             raise RequestRefused(
                 f"the prefix of trajectory {self.trajectory} has {len(self.prefix)} tokens and "
                 f"max_tokens is {self.sampling.max_tokens}: nothing is left to generate."
@@ -135,6 +138,19 @@ class Request:
                 f"turn_start must be within the prefix, from 0 to {len(self.prefix)}: "
                 f"`{self.turn_start!r}`."
             )
+        if type(self.held) is not bool or (
+            self.held and not (self.hold and len(self.prefix) > self.turn_start)
+        ):
+            raise RequestRefused(
+                f"held must be false, or true with `hold` and a prefix that ends with a turn: "
+                f"`{self.held!r}`, hold `{self.hold}`, a prefix of {len(self.prefix)} tokens with "
+                f"the turn from {self.turn_start} on."
+            )
+
+
+def room(max_tokens: int, context: int, prompt: int, response: int) -> int:
+    """Tokens that a response of so many, sampled and observed, may still have after its prompt."""
+    return min(max_tokens, context - prompt) - response
 
 
 def check_extension(request: Request, response: int, tokens: tuple[int, ...], context: int) -> None:
@@ -148,8 +164,7 @@ def check_extension(request: Request, response: int, tokens: tuple[int, ...], co
         raise RequestRefused(
             f"the extension of {name} is empty. Give what the environment said, or cancel it."
         )
-    most = min(request.sampling.max_tokens, context - len(request.prompt))
-    if response + len(tokens) >= most:
+    if len(tokens) >= room(request.sampling.max_tokens, context, len(request.prompt), response):
         raise RequestRefused(
             f"{name} has {response} tokens after its prompt, and `{len(tokens)}` more would leave "
             f"no room to answer: max_tokens is {request.sampling.max_tokens}, the context "
@@ -206,7 +221,7 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The trajectory cannot go on (the model gave no number); it is no longer here."""
+    """The trajectory cannot continue (the model gave no number); it is no longer here."""
 
     trajectory: TrajectoryId
     reason: str
@@ -246,17 +261,45 @@ class Load:
         return sum(version.waiting for version in self.versions.values())
 
 
-class Engine(Protocol):
-    """One rollout instance. Not thread-safe: whoever drives it calls from one thread."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What some engines can and others cannot; it does not change while an engine lives."""
 
-    def install(self, version: Version, directory: Path) -> str:
+    version_slots: int  # full sets of weights at once; with 1, a new version evicts the old
+    kv_export: bool = False
+    """A trajectory can be handed to another engine with its KV. Without, its tokens are read anew
+    there, on the same version."""
+    parking: bool = False
+    """KV of what finds no room goes to host memory and comes back: nothing is computed twice.
+    Without, it may be computed anew."""
+    exact_noise: bool = False
+    """Sampling noise is a function of (seed, trajectory, position): batch mates, instance and
+    moves do not change a trajectory beyond rounding. Without, it is another sample of the same
+    policy."""
+    lora: bool = False  # versions can be adapters of one base
+
+
+class Engine(Protocol):
+    """One rollout instance. Not thread-safe: all calls come from one thread."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What this engine can."""
+
+    def install(self, version: Version, directory: Path, evict: Version | None = None) -> str:
         """Load a version from the weight store; the digest of what is now in memory.
+
+        Where a slot is free, `evict` stays. Where none is, `evict` is freed first; refused while
+        a trajectory of it is here. What can be known before is refused before, with nothing
+        changed: weights that are not there or not this model's. If the loading itself fails (for
+        want of memory, say), `VersionRefused` is raised as well; the evicted version is gone,
+        `load().versions` says so, and the engine continues to serve the others.
 
         Installing the same weights again under the same version does nothing.
         """
 
-    def retire(self, version: Version) -> None:
-        """Free a version; refused while a trajectory of it is here. Unknown: does nothing."""
+    def evict(self, version: Version) -> None:
+        """Free a version's slot; refused while a trajectory of it is here. Unknown: no effect."""
 
     def submit(self, request: Request) -> None:
         """Queue a trajectory; it starts in the first step that has a slot for it."""
@@ -275,36 +318,12 @@ class Engine(Protocol):
     def cancel(self, trajectory: TrajectoryId) -> bool:
         """Forget a trajectory; whether it was here."""
 
-    def park(self, trajectory: TrajectoryId) -> None:
-        """Move its KV to host memory and stop it, until `resume`. Held: also if extended."""
-
-    def resume(self, trajectory: TrajectoryId) -> None:
-        """Let a parked trajectory go on, as soon as there is a slot. Not parked: does nothing.
-
-        One that was held when it was parked, and not extended since, is held again.
-        """
-
-    def export_trajectory(self, trajectory: TrajectoryId) -> bytes:
-        """Park it and hand out all that it needs to go on elsewhere.
-
-        It stays here, parked: `cancel` when the move is done, `resume` when it is undone. One
-        that is held is held where it is imported.
-        """
-
-    def import_trajectory(self, data: bytes) -> TrajectoryId:
-        """Take over what another engine exported, and go on with it as if it had never moved.
-
-        Refused if this engine does not hold the same version with the same digest.
-        """
-
-    def carry(self, source: Version, target: Version) -> None:
-        """All trajectories of `source` go on under `target`; their KV is computed anew.
-
-        For the paradigms that mix versions within a trajectory; ours never calls it.
-        """
-
     def load(self) -> Load:
         """What the engine does now."""
+
+    @property
+    def context(self) -> int:
+        """The most tokens that a trajectory can have, prompt included."""
 
     @property
     def idle(self) -> bool:
@@ -312,3 +331,25 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free everything; the engine must not be used again."""
+
+    # With `capabilities.kv_export`; else they raise `Unsupported`.
+
+    def export_trajectory(self, trajectory: TrajectoryId) -> bytes:
+        """Park it and hand out all that it needs to continue elsewhere, its KV included.
+
+        In the format of `dora_rl.engines.wire`: the mover compares the tokens in it.
+        It stays here, parked: `cancel` when the move is done, `resume` when it is undone. One
+        that is held is held where it is imported. If this fails, it continues as it was.
+        """
+
+    def import_trajectory(self, data: bytes) -> TrajectoryId:
+        """Take over what another engine exported, and continue with it as if it had never moved.
+
+        Refused if this engine does not hold the same version with the same digest.
+        """
+
+    def resume(self, trajectory: TrajectoryId) -> None:
+        """Let an exported trajectory continue here, as soon as there is a slot. Else does nothing.
+
+        One that was held when it was exported, and not extended since, is held again.
+        """

@@ -5,9 +5,11 @@ before and the token: that is its KV. The last eight give the logits of the next
 tokens are a pure function of weights, prompt and noise, the distribution they are drawn from is
 known exactly, and a KV that was lost, mixed up or made by other weights shows in the tokens.
 
-Whoever came first goes first: it starts first, is parked last and resumed first. Parking by
-request is not reported, since whoever asked knows. The KV of a held trajectory stays in the
+First come, first served: the oldest starts first, is parked last and resumed first. Parking by an
+export is not reported, since the caller knows. The KV of a held trajectory stays in the
 budget until one that runs needs the room.
+
+It has every ability but LoRA, and can be made without each, to stand for an engine without it.
 """
 
 import hashlib
@@ -22,30 +24,36 @@ from enum import Enum, auto
 from itertools import accumulate
 from pathlib import Path
 
-from dora_rl.core.types import TrajectoryId, Version
+from dora_rl.core.protocol.types import TrajectoryId, Version
 from dora_rl.engines import base, wire
 from dora_rl.engines.base import FinishReason, Output, ParkReason, Request, Sampling
-from dora_rl.engines.errors import ImportRefused, RequestRefused, UnknownTrajectory, VersionRefused
+from dora_rl.engines.errors import (
+    ImportRefused,
+    RequestRefused,
+    UnknownTrajectory,
+    Unsupported,
+    VersionRefused,
+)
 from dora_rl.engines.noise import uniform
 from dora_rl.engines.rates import Rates
 
-_CELL = 8  # bytes of KV a token
+_ENTRY = 8  # bytes of KV a token
 _SPREAD = 6.0  # between the least and the largest logit: uneven, and no token out of reach
 
 
 def read_tokens(digest: str, tokens: Sequence[int], kv: bytes = b"") -> bytes:
     """The KV of `tokens` behind `kv`, under the weights of this digest."""
     made = bytearray()
-    cell = kv[-_CELL:] or hashlib.blake2b(digest.encode(), digest_size=_CELL).digest()
+    entry = kv[-_ENTRY:] or hashlib.blake2b(digest.encode(), digest_size=_ENTRY).digest()
     for token in tokens:
-        cell = hashlib.blake2b(cell + token.to_bytes(8, "little"), digest_size=_CELL).digest()
-        made += cell
+        entry = hashlib.blake2b(entry + token.to_bytes(8, "little"), digest_size=_ENTRY).digest()
+        made += entry
     return bytes(made)
 
 
 def logits_after(kv: bytes, vocab_size: int) -> list[float]:
     """The logits of the token that comes next."""
-    block = hashlib.shake_128(kv[-_CELL:]).digest(2 * vocab_size)
+    block = hashlib.shake_128(kv[-_ENTRY:]).digest(2 * vocab_size)
     return [number * (_SPREAD / 0xFFFF) for number in struct.unpack(f"<{vocab_size}H", block)]
 
 
@@ -71,7 +79,7 @@ def draw(chances: dict[int, float], noise: float) -> int:
 
 
 class _State(Enum):
-    WAITING = auto()  # for a slot; its KV, if it has any, on the host
+    WAITING = auto()  # for a slot; its KV, if it has any, in host memory
     RUNNING = auto()
     NO_ROOM = auto()  # parked by the engine
     ASKED = auto()  # parked by request
@@ -87,7 +95,6 @@ _EXTENDED = {_State.HELD: _State.WAITING, _State.HELD_ASKED: _State.ASKED}
 @dataclass(slots=True)
 class _Live:
     request: Request
-    version: Version  # now; `carry` changes it
     kv: bytes = b""
     state: _State = _State.WAITING
     on_host: bool = True  # its KV, if it has any
@@ -95,12 +102,18 @@ class _Live:
     turn_start: int = field(init=False)  # index into `generated`
 
     def __post_init__(self) -> None:
+        if self.request.held:
+            self.state = _State.HELD
         self.tokens = [*self.request.prompt, *self.request.prefix]
         self.turn_start = self.request.turn_start
 
     @property
+    def version(self) -> Version:
+        return self.request.version
+
+    @property
     def cached(self) -> int:
-        return len(self.kv) // _CELL
+        return len(self.kv) // _ENTRY
 
     @property
     def generated(self) -> tuple[int, ...]:
@@ -118,33 +131,53 @@ class FakeEngine(base.Engine):
     prefill_chunk: int = 64
     vocab_size: int = 32
     eos: int = 0
+    kv_export: bool = True
+    parking: bool = True
+    exact_noise: bool = True
     decode: Callable[[Sequence[int]], str] | None = None
     clock: Callable[[], float] = time.monotonic
     _digests: dict[Version, str] = field(init=False, default_factory=dict)
     _live: dict[TrajectoryId, _Live] = field(init=False, default_factory=dict)  # by arrival
     _failing: set[TrajectoryId] = field(init=False, default_factory=set)
+    _exports_fail: set[TrajectoryId] = field(init=False, default_factory=set)
+    _loads_fail: int = field(init=False, default=0)
+    _draws: int = field(init=False, default=0)
     _rates: Rates = field(init=False)
 
     def __post_init__(self) -> None:
         self._rates = Rates(self.clock)
 
-    def install(self, version: Version, directory: Path) -> str:
+    @property
+    def capabilities(self) -> base.Capabilities:
+        return base.Capabilities(
+            version_slots=self.version_slots,
+            kv_export=self.kv_export,
+            parking=self.parking,
+            exact_noise=self.exact_noise,
+        )
+
+    def install(self, version: Version, directory: Path, evict: Version | None = None) -> str:
         digest = _digest_of(directory)
         here = self._digests.get(version)
-        if here is None and len(self._digests) >= self.version_slots:
-            raise VersionRefused(
-                f"no slot for version {version}: all {self.version_slots} are taken, by "
-                f"{', '.join(map(str, self._digests))}. Retire one first."
-            )
         if here not in (None, digest):
             raise VersionRefused(
                 f"version {version} is here with the digest `{here}`, and "
-                f"`{directory}` has `{digest}`. Retire it first."
+                f"`{directory}` has `{digest}`. Evict it first."
             )
+        if here is None and len(self._digests) >= self.version_slots:
+            if evict not in self._digests:
+                raise VersionRefused(
+                    f"no slot for version {version}: all {self.version_slots} are taken, by "
+                    f"{', '.join(map(str, self._digests))}. Evict one first."
+                )
+            self.evict(evict)
+        if self._loads_fail:
+            self._loads_fail -= 1
+            raise VersionRefused(f"version {version} was asked not to load by a test.")
         self._digests[version] = digest
         return digest
 
-    def retire(self, version: Version) -> None:
+    def evict(self, version: Version) -> None:
         for trajectory, live in self._live.items():
             if live.version == version:
                 raise VersionRefused(f"version {version} still has trajectory `{trajectory}` here.")
@@ -154,7 +187,7 @@ class FakeEngine(base.Engine):
     def submit(self, request: Request) -> None:
         self._digest(request.version)
         self._check(request)
-        self._live[request.trajectory] = _Live(request, request.version)
+        self._live[request.trajectory] = _Live(request)
 
     def step(self) -> list[Output]:
         outputs: list[Output] = [*self._start(), *self._make_room()]
@@ -180,18 +213,18 @@ class FakeEngine(base.Engine):
         self._failing.discard(trajectory)
         return self._live.pop(trajectory, None) is not None
 
-    def park(self, trajectory: TrajectoryId) -> None:
-        live = self._get(trajectory)
-        live.state = _PARKED.get(live.state, _State.ASKED)
-        live.on_host = True
-
     def resume(self, trajectory: TrajectoryId) -> None:
+        self._require_kv_export()
         live = self._get(trajectory)
         live.state = _RESUMED.get(live.state, live.state)
 
     def export_trajectory(self, trajectory: TrajectoryId) -> bytes:
-        self.park(trajectory)
+        self._require_kv_export()
         live = self._get(trajectory)
+        if trajectory in self._exports_fail:
+            raise RequestRefused(f"trajectory {trajectory} was asked not to export by a test.")
+        live.state = _PARKED.get(live.state, _State.ASKED)
+        live.on_host = True
         return wire.encode(
             wire.Export(
                 model=f"fake of {self.vocab_size} tokens",
@@ -206,40 +239,31 @@ class FakeEngine(base.Engine):
                 held=live.state is _State.HELD_ASKED,
                 turn_start=live.turn_start,
                 kv_dtype="uint8",
-                kv_shape=(live.cached, _CELL),
+                kv_shape=(live.cached, _ENTRY),
                 kv=(live.kv,),
             )
         )
 
     def import_trajectory(self, data: bytes) -> TrajectoryId:
+        self._require_kv_export()
         export = wire.decode(data)
         name, model = f"trajectory {export.trajectory}", f"fake of {self.vocab_size} tokens"
         try:
             digest = self._digest(export.version)
             self._check(export.request())
-            self._check_vocabulary(export.trajectory, export.generated[-1:])
         except (RequestRefused, VersionRefused) as error:
-            raise ImportRefused(f"{name} cannot go on here: {error}") from None
+            raise ImportRefused(f"{name} cannot continue here: {error}") from None
         if (export.model, export.digest) != (model, digest):
             raise ImportRefused(
                 f"{name} is of `{export.model}`, `{export.digest}`, and version {export.version} "
                 f"here is `{model}`, `{digest}`. Move it to an engine with the same."
             )
         kv = b"".join(export.kv)
-        tokens = (*export.prompt, *export.generated)[: len(kv) // _CELL]
-        if (export.kv_shape, kv) != ((len(tokens), _CELL), read_tokens(digest, tokens)):
+        tokens = (*export.prompt, *export.generated)[: len(kv) // _ENTRY]
+        if (export.kv_shape, kv) != ((len(tokens), _ENTRY), read_tokens(digest, tokens)):
             raise ImportRefused(f"the KV of {name} is not that of its tokens. Export it again.")
-        live = self._live[export.trajectory] = _Live(export.request(), export.version, kv)
-        if export.held:
-            live.tokens.append(export.generated[-1])
-            live.state = _State.HELD
+        self._live[export.trajectory] = _Live(export.request(), kv)
         return export.trajectory
-
-    def carry(self, source: Version, target: Version) -> None:
-        self._digest(target)
-        for live in self._live.values():
-            if live.version == source:
-                live.version, live.kv = target, b""
 
     def load(self) -> base.Load:
         versions = {}
@@ -269,6 +293,21 @@ class FakeEngine(base.Engine):
         self._get(trajectory)
         self._failing.add(trajectory)
 
+    def fail_exports(self, trajectory: TrajectoryId) -> None:
+        """For tests: the trajectory cannot be exported."""
+        self._exports_fail.add(trajectory)
+
+    def fail_next_load(self) -> None:
+        """For tests: the next install fails when it loads, after it has evicted."""
+        self._loads_fail += 1
+
+    def _require_kv_export(self) -> None:
+        if not self.kv_export:
+            raise Unsupported(
+                "this engine cannot hand KV over: `capabilities.kv_export` is false. Submit the "
+                "trajectory with what it has generated as its prefix."
+            )
+
     def _get(self, trajectory: TrajectoryId) -> _Live:
         if trajectory not in self._live:
             raise UnknownTrajectory(f"no trajectory `{trajectory}` is here. It may have ended.")
@@ -290,7 +329,7 @@ class FakeEngine(base.Engine):
         if request.trajectory in self._live:
             raise RequestRefused(f"{name} is already here. Cancel it first, or take another id.")
         self._check_vocabulary(request.trajectory, (*tokens, *request.sampling.stop_token_ids))
-        if len(tokens) >= self.context:
+        if len(tokens) - request.held >= self.context:
             raise RequestRefused(
                 f"{name} has {len(tokens)} tokens, and the context is {self.context}. Shorten it."
             )
@@ -335,12 +374,15 @@ class FakeEngine(base.Engine):
         parked = []
         while sum(map(self._after_step, running)) > self.kv_budget_tokens:
             youngest = running.pop()
+            if not self.parking:  # it waits, and is read anew
+                youngest.state, youngest.kv = _State.WAITING, b""
+                continue
             youngest.state, youngest.on_host = _State.NO_ROOM, True
             parked.append(base.Parked(youngest.request.trajectory, ParkReason.KV_BUDGET))
         return parked
 
     def _clear_away(self) -> None:
-        """KV of those without a slot goes to the host while the running need its room."""
+        """KV of those without a slot goes to host memory while the running need its room."""
         room = self.kv_budget_tokens - sum(map(self._after_step, self._in(_State.RUNNING)))
         others = [live for live in self._live.values() if live.state is not _State.RUNNING]
         resting = [live for live in others if not live.on_host]
@@ -359,7 +401,9 @@ class FakeEngine(base.Engine):
             return []
         logits = logits_after(live.kv, self.vocab_size)
         chances = distribution(logits, sampling)
-        token = draw(chances, uniform(request.seed, trajectory, len(live.generated)))
+        self._draws += 1
+        place = len(live.generated) if self.exact_noise else self._draws
+        token = draw(chances, uniform(request.seed, trajectory, place))
         live.tokens.append(token)
         self._rates.add(live.version, 1)
         finish = self._finish(live)

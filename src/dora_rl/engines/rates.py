@@ -4,7 +4,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 
-from dora_rl.core.types import Version
+from dora_rl.core.protocol.types import Version
 
 _WINDOW_S = 5.0
 _BUCKETS_PER_S = 10  # so that the memory does not grow with the speed

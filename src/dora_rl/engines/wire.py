@@ -10,7 +10,7 @@ import zlib
 
 import msgspec
 
-from dora_rl.core.types import TrajectoryId, Version
+from dora_rl.core.protocol.types import TrajectoryId, Version
 from dora_rl.engines.base import Request, Sampling
 from dora_rl.engines.errors import ImportRefused
 
@@ -19,7 +19,7 @@ _CRC = struct.Struct("<I")
 
 
 class Export(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """All that a trajectory needs to go on elsewhere.
+    """All that a trajectory needs to continue elsewhere.
 
     `generated` is the whole response: prefix, sampled and observed. `held`: its turn has ended,
     by the last token of that.
@@ -42,21 +42,26 @@ class Export(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     kv: tuple[bytes, ...]  # in parts, since msgpack ends at 4 GiB
 
     def request(self) -> Request:
-        """The trajectory as a request that goes on after what it has.
-
-        One that is held, as it was before the token that ended its turn: after it there may be
-        no room for another.
-        """
+        """The trajectory as a request that continues after what it has."""
         return Request(
             trajectory=self.trajectory,
             version=self.version,
             prompt=self.prompt,
             sampling=self.sampling,
             seed=self.seed,
-            prefix=self.generated[:-1] if self.held else self.generated,
+            prefix=self.generated,
             hold=self.hold,
             turn_start=self.turn_start,
+            held=self.held,
         )
+
+
+class Response(msgspec.Struct, frozen=True):
+    """Of an `Export`, whose response it is and what it says; the KV is skipped."""
+
+    trajectory: TrajectoryId
+    version: Version
+    generated: tuple[int, ...]
 
 
 def encode(export: Export) -> bytes:
@@ -68,16 +73,28 @@ def seal(message: bytes) -> bytes:
     return _CRC.pack(zlib.crc32(message)) + message
 
 
-def decode(data: bytes) -> Export:
-    """The exported trajectory, or a refusal that says what is wrong with the bytes."""
+def unseal(data: bytes) -> memoryview:
+    """The message behind its checksum, or a refusal if it is not what was sealed."""
     message = memoryview(data)[_CRC.size :]
     if len(data) < _CRC.size or zlib.crc32(message) != _CRC.unpack_from(data)[0]:
         raise _refusal(data, "their checksum is wrong")
+    return message
+
+
+def response_of(data: bytes) -> Response:
+    """Whose response an export holds, without its KV and without its checksum."""
+    try:
+        return msgspec.msgpack.decode(memoryview(data)[_CRC.size :], type=Response)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise _refusal(data, str(error).rstrip(".")) from None
+
+
+def decode(data: bytes) -> Export:
+    """The exported trajectory, or a refusal that says what is wrong with the bytes."""
+    message = unseal(data)
     try:
         export = msgspec.msgpack.decode(message, type=Export)
         export.request()
-        if export.held and not (export.hold and export.generated):
-            raise ValueError("it is held, and was not to be held or has no token")
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise _refusal(data, str(error).rstrip(".")) from None
     if export.format != FORMAT:

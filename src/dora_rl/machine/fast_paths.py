@@ -16,6 +16,7 @@ DORA_RL_PORTABLE=1 every trial says no, as on a machine that has none of them an
 
 import functools
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -46,6 +47,10 @@ class FastPath(NamedTuple):
     fix: str = ""  # how to get it
 
 
+_USER_NAMESPACES = (
+    "root, or user namespaces: `sysctl kernel.unprivileged_userns_clone=1`, "
+    "`user.max_user_namespaces` above 0, `kernel.apparmor_restrict_unprivileged_userns=0`"
+)
 _KERNEL = "a Linux kernel that offers it, outside of a container that forbids it"
 
 FAST_PATHS = {
@@ -53,6 +58,12 @@ FAST_PATHS = {
         gives="threads for the cores that this process may use",
         otherwise="threads for every core of the machine",
         tried_by="machine.processor:affinity",
+    ),
+    "cgroup-limits": FastPath(
+        gives="threads and KV memory for what a container's cgroup allows",
+        otherwise="threads and KV memory for the whole machine",
+        tried_by="machine.cgroups:cgroup_limits",
+        fix="cgroups, as Linux has them",
     ),
     "amx": FastPath(
         gives="bf16 products by the processor's matrix unit",
@@ -98,79 +109,101 @@ FAST_PATHS = {
     "memory-watch": FastPath(
         gives="a run that gets short of memory saves and stops before the kernel kills it",
         otherwise="memory is not watched",
-        tried_by="runtime.memory:memory_watch",
+        tried_by="runtime.control.memory:memory_watch",
         fix="/proc, as Linux has it",
     ),
     "fork": FastPath(
         gives="a worker of rewards starts in milliseconds, as a fork",
         otherwise="it starts as a fresh interpreter that imports the reward again",
-        tried_by="tasks.workers.cells:fork_workers",
+        tried_by="sandbox.worker_process:fork_workers",
         fix="Linux",
     ),
     "namespaces": FastPath(
         gives="rewards and environments see and signal no process but their own",
         otherwise="they run as processes of the user",
-        tried_by="tasks.workers.trial:namespaces",
+        tried_by="sandbox.trial:namespaces",
         guards=True,
-        fix="root, or `sysctl kernel.unprivileged_userns_clone=1`",
+        fix=_USER_NAMESPACES,
     ),
     "network-namespace": FastPath(
         gives="rewards and environments have no network at all",
         otherwise="seccomp refuses sockets, or else Python's own sockets do",
-        tried_by="tasks.workers.trial:network_namespace",
+        tried_by="sandbox.trial:network_namespace",
         guards=True,
-        fix="root, or `sysctl kernel.unprivileged_userns_clone=1`",
+        fix=_USER_NAMESPACES,
     ),
     "landlock": FastPath(
         gives="rewards and environments write nothing but their own directory",
-        otherwise="they write where the user may",
-        tried_by="tasks.workers.trial:landlock",
+        otherwise="read-only mounts keep it so, or else they write where the user may",
+        tried_by="sandbox.trial:landlock",
         guards=True,
         fix="Linux 5.13 or newer with Landlock",
     ),
+    "read-only-mounts": FastPath(
+        gives="rewards and environments change no mode, owner or time of files outside their own",
+        otherwise="seccomp refuses that in their own directory too, or else nothing does",
+        tried_by="sandbox.trial:read_only_mounts",
+        guards=True,
+        fix="Linux 5.12 or newer, and namespaces",
+    ),
+    "private-files": FastPath(
+        gives="rewards and environments see neither keys in the home directory nor the run's files",
+        otherwise="they can read them, and lock what they can read",
+        tried_by="sandbox.trial:private_files",
+        guards=True,
+        fix="namespaces",
+    ),
     "seccomp": FastPath(
-        gives="rewards and environments get no sockets from the kernel, and cannot signal all",
+        gives="rewards and environments cannot open sockets, trace processes or signal all at once",
         otherwise="a namespace, or else Python's own sockets, keep the network from them",
-        tried_by="tasks.workers.trial:seccomp",
+        tried_by="sandbox.trial:seccomp",
         guards=True,
         fix=_KERNEL,
     ),
     "capabilities": FastPath(
         gives="rewards and environments have no privileges, not even root's",
         otherwise="they have the user's",
-        tried_by="tasks.workers.trial:capabilities",
+        tried_by="sandbox.trial:capabilities",
+        guards=True,
+        fix=_KERNEL,
+    ),
+    "untraceable": FastPath(
+        gives="code that a reward runs cannot trace its worker, nor take its files or memory",
+        otherwise="it can; an answer that it forges lacks the worker's seal and is refused",
+        tried_by="sandbox.trial:untraceable",
         guards=True,
         fix=_KERNEL,
     ),
     "memory-limit": FastPath(
         gives="a reward that takes too much memory fails alone",
         otherwise="memory of rewards and environments is not limited",
-        tried_by="tasks.workers.trial:memory_limit",
+        tried_by="sandbox.trial:memory_limit",
         guards=True,
         fix="Linux",
     ),
     "process-limit": FastPath(
         gives="a reward that forks without end fails alone",
         otherwise="the number of its processes is not limited",
-        tried_by="tasks.workers.trial:process_limit",
+        tried_by="sandbox.trial:process_limit",
         guards=True,
         fix="Linux 6.14 or newer, and namespaces",
     ),
     "orphan-list": FastPath(
         gives="processes that a reward leaves behind are found and killed",
         otherwise="those of its process group are",
-        tried_by="tasks.workers.cells:orphan_list",
+        tried_by="sandbox.worker_process:orphan_list",
         guards=True,
         fix="/proc/thread-self/children, as Linux has it",
     ),
     "call-watch": FastPath(
         gives="`dora-rl chaos` can slow down and fill the disk of a run",
         otherwise="it leaves these faults out",
-        tried_by="linux:call_watch",
+        tried_by="sandbox.linux:call_watch",
         fix="Linux 5.5 or newer on x86_64 or aarch64",
     ),
 }
 
+_log = logging.getLogger(__name__)
 _OFF = Trial(False, f"switched off by {PORTABLE}")
 _tried: dict[str, Trial] = {}
 
@@ -206,12 +239,22 @@ def fast_path(
                     known[key] = _OFF if off else Trial(True, *attempt(*args, **kwargs))
                 except Exception as error:
                     known[key] = Trial(False, _one_line(error))
+                if not known[key].in_force:
+                    _tell(name, known[key])
             _tried[name] = known[key]
             return known[key]
 
         return trial
 
     return decorate
+
+
+def _tell(name: str, trial: Trial) -> None:
+    """Warn where the sandbox is weaker without it, not where it only costs time."""
+    path = FAST_PATHS.get(name)
+    if path is not None:
+        level = logging.WARNING if path.guards else logging.INFO
+        _log.log(level, "%s is not in force: %s; %s", name, trial.finding, path.otherwise)
 
 
 def tried() -> dict[str, Trial]:

@@ -4,6 +4,7 @@ import os
 import platform
 from pathlib import Path
 
+from dora_rl.machine.cgroups import cgroup_limits
 from dora_rl.machine.fast_paths import Unavailable, fast_path, on_linux
 
 _CPUINFO = Path("/proc/cpuinfo")
@@ -13,13 +14,14 @@ _TELLING_ARM = ("asimd", "sve", "bf16", "i8mm")
 
 
 def cores() -> int:
-    """Those that this process may use."""
-    return affinity().value or os.cpu_count() or 1
+    """Those that this process may use: by its affinity, and for as much time as it gets."""
+    count = affinity().value or os.cpu_count() or 1
+    return min(count, cgroup_limits().value or count)
 
 
 @fast_path("cpu-affinity")
 def affinity() -> tuple[str, int]:
-    """What a scheduler, a container or `taskset` leaves to this process."""
+    """What a scheduler, a cpuset or `taskset` leaves to this process."""
     if not hasattr(os, "sched_getaffinity"):
         raise Unavailable(f"{platform.system()} does not tell")
     count = len(os.sched_getaffinity(0))

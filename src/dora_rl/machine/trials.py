@@ -5,28 +5,32 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from dora_rl.machine.fast_paths import Trial
 
 _TIMEOUT_S = 180.0  # most of it the import of torch from a cold disk
 
 
-def in_child(names: Iterable[str]) -> dict[str, Trial]:
-    """How each trial ended, in the order given."""
+def in_child(
+    names: Iterable[str], environment: Mapping[str, str] | None = None
+) -> dict[str, Trial]:
+    """How each trial ended, in the order given; `environment` is added to this process's."""
     wanted = list(names)
     found: dict[str, Trial] = {}
     while left := [name for name in wanted if name not in found]:
-        said, failure = python("-m", "dora_rl.machine", *left)
+        said, failure = python("-m", "dora_rl.machine", *left, environment=environment)
         for name, *trial in map(json.loads, said.splitlines()):
             found[name] = Trial(*trial)
         culprit = next((name for name in left if name not in found), None)
         if culprit is not None:
-            found[culprit] = Trial(False, failure or "the trial said nothing")
+            found[culprit] = Trial(False, failure or "the trial printed nothing")
     return {name: found[name] for name in wanted}
 
 
-def python(*arguments: str, timeout_s: float = _TIMEOUT_S) -> tuple[str, str]:
+def python(
+    *arguments: str, timeout_s: float = _TIMEOUT_S, environment: Mapping[str, str] | None = None
+) -> tuple[str, str]:
     """What a child interpreter printed, and what went wrong, if anything did."""
     child = subprocess.Popen(
         [sys.executable, "-P", *arguments],
@@ -34,7 +38,7 @@ def python(*arguments: str, timeout_s: float = _TIMEOUT_S) -> tuple[str, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **(environment or {})},
     )
     try:
         said, errors = child.communicate(timeout=timeout_s)

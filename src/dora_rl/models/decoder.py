@@ -42,12 +42,13 @@ class Decoder:
     layers: tuple[Layer, ...]
     norm: Tensor
     head: Linear
+    gated: Callable[[Tensor, Tensor], Tensor]  # gate, up -> silu(gate) * up
     versions: int = 1  # of which the rows stand in equal blocks: see `stacking`
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Rows `start` to `stop` belong to this decoder."""
+class RowSpan:
+    """Rows `start` to `stop` of a batch, which go through this decoder."""
 
     decoder: Decoder
     start: int
@@ -87,31 +88,32 @@ def build(
         layers=tuple(layer(i) for i in range(config.num_layers)),
         norm=tensors["model.norm.weight"].float(),
         head=linear(False, "model.embed_tokens" if config.tied else "lm_head"),
+        gated=_gated_exactly if layout is Layout.TILED else _gated,
     )
 
 
 def forward(
-    parts: Sequence[Part], tokens_R: Tensor, cos_RD: Tensor, sin_RD: Tensor, attend: Attend
+    spans: Sequence[RowSpan], tokens_R: Tensor, cos_RD: Tensor, sin_RD: Tensor, attend: Attend
 ) -> Tensor:
     """The last hidden states. `cos_RD` and `sin_RD` come from `rotary_of`."""
-    config = parts[0].decoder.config
+    config = spans[0].decoder.config
     turned = config.num_heads + config.num_kv_heads
     cos, sin = cos_RD.unsqueeze(1), sin_RD.unsqueeze(1)
-    x = _per_part(parts, tokens_R, _embed)
+    x = _per_span(spans, tokens_R, _embed)
     for index in range(config.num_layers):
-        heads = _per_part(parts, x, partial(_project, index))
+        heads = _per_span(spans, x, partial(_project, index))
         qk = _rotate(heads[:, :turned], cos, sin)
         q, k, v = qk[:, : config.num_heads], qk[:, config.num_heads :], heads[:, turned:]
         attended = attend(index, q, k, v)
-        for part in parts:
-            rows = slice(part.start, part.stop)
-            _add_layer(part.decoder, index, x[rows], attended[rows])
+        for span in spans:
+            rows = slice(span.start, span.stop)
+            _add_layer(span.decoder, index, x[rows], attended[rows])
     return x
 
 
-def logits(parts: Sequence[Part], x_RH: Tensor) -> Tensor:
+def logits(spans: Sequence[RowSpan], x_RH: Tensor) -> Tensor:
     """Logits in fp32 of the rows' hidden states."""
-    return _per_part(parts, x_RH, lambda decoder, x: decoder.head(_norm(decoder, x, decoder.norm)))
+    return _per_span(spans, x_RH, lambda decoder, x: decoder.head(_norm(decoder, x, decoder.norm)))
 
 
 def rotary_of(cos_RE: Tensor, sin_RE: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,13 +121,13 @@ def rotary_of(cos_RE: Tensor, sin_RE: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat((cos_RE, cos_RE), -1), torch.cat((-sin_RE, sin_RE), -1)
 
 
-def _per_part(
-    parts: Sequence[Part], x: Tensor, function: Callable[[Decoder, Tensor], Tensor]
+def _per_span(
+    spans: Sequence[RowSpan], x: Tensor, function: Callable[[Decoder, Tensor], Tensor]
 ) -> Tensor:
-    """Each part's rows through the function with the part's own weights."""
-    if len(parts) == 1:
-        return function(parts[0].decoder, x)
-    return torch.cat([function(part.decoder, x[part.start : part.stop]) for part in parts])
+    """Each span's rows through the function with the span's own weights."""
+    if len(spans) == 1:
+        return function(spans[0].decoder, x)
+    return torch.cat([function(span.decoder, x[span.start : span.stop]) for span in spans])
 
 
 def _norm(decoder: Decoder, x_RH: Tensor, weight: Tensor) -> Tensor:
@@ -167,4 +169,16 @@ def _add_layer(decoder: Decoder, index: int, x_RH: Tensor, attended: Tensor) -> 
     layer = decoder.layers[index]
     x_RH += layer.out(attended)
     gate, up = layer.gate_up(_norm(decoder, x_RH, layer.mlp_norm)).chunk(2, -1)
-    x_RH += layer.down(F.silu(gate).mul_(up))
+    x_RH += layer.down(decoder.gated(gate, up))
+
+
+def _gated(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate).mul_(up)
+
+
+def _gated_exactly(gate: Tensor, up: Tensor) -> Tensor:
+    """The same bits wherever a number stands among others, which `F.silu` does not give.
+
+    It takes the last few of a stretch by other instructions, and each thread has its own stretch.
+    """
+    return gate.neg().exp_().add_(1).reciprocal_().mul_(gate).mul_(up)

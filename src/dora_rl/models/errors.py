@@ -1,6 +1,6 @@
 """What the models refuse."""
 
-from dora_rl.core.errors import UserError
+from dora_rl.core.protocol.errors import UserError
 
 
 class ModelError(UserError):

@@ -6,8 +6,9 @@ Activations are fp32 everywhere; a form decides for itself in which precision it
              slices of the weights are converted on their way
     packed   an fp32 copy for many rows and, for bf16 weights, an oneDNN-ordered bf16 copy for
              few: reading half the bytes wins while the product is bound by memory
-    tiled    an fp32 copy, always multiplied in tiles of the same number of rows, so that a
-             row's result does not depend on how many others there are
+    tiled    an fp32 copy, always multiplied in tiles of the same number of rows, filled up with
+             zeros to whole cache lines, so that a row's result depends neither on how many
+             others there are nor on its place among them
 
 Decoding is bound by these products; docs/engine.md has the measurements behind the forms.
 """
@@ -25,6 +26,7 @@ from torch import Tensor
 from dora_rl.machine.fast_paths import Unavailable, fast_path
 
 TILE_ROWS = 16  # a tile of fewer wastes the cores, of more a lone row's time
+LINE = 16  # fp32 numbers of a cache line: where rows begin within one, products round by it
 _NARROW_CANDIDATES = (64, 32, 16, 8, 1)
 _ANY_ROWS = 1 << 31
 _SLICE_NUMBERS = 1 << 18  # of a mapped weight converted at once: 1 MB in fp32, which a cache holds
@@ -87,18 +89,27 @@ class Tiled:
     """fp32 in tiles of `TILE_ROWS` rows, the last one filled up with zeros."""
 
     def __init__(self, weights_OI: Sequence[Tensor], biases_O: Sequence[Tensor] | None) -> None:
-        self._weight_IO = _joined(weights_OI).float().t().contiguous()
+        weight_OI = _joined(weights_OI).float()
+        self._outputs = weight_OI.shape[0]
+        self._weight_IO = filled_up(weight_OI, LINE, LINE).t().contiguous()
         self._bias_O = _joined(biases_O).float() if biases_O else None
 
     def __call__(self, x_RI: Tensor) -> Tensor:
         rows = x_RI.shape[0]
-        padded_RI = F.pad(x_RI, (0, 0, 0, -rows % TILE_ROWS))
+        padded_RI = filled_up(x_RI, TILE_ROWS, LINE)
         out_RO = x_RI.new_empty(padded_RI.shape[0], self._weight_IO.shape[1])
         for start in range(0, padded_RI.shape[0], TILE_ROWS):
             tile = slice(start, start + TILE_ROWS)
             torch.mm(padded_RI[tile], self._weight_IO, out=out_RO[tile])
-        out_RO = out_RO[:rows]
+        out_RO = out_RO[:rows, : self._outputs].contiguous()
         return out_RO if self._bias_O is None else out_RO.add_(self._bias_O)
+
+
+def filled_up(x: Tensor, *multiples: int) -> Tensor:
+    """Zeros at the ends of the last dimensions, up to a multiple of each number."""
+    sizes = zip(x.shape[::-1], reversed(multiples), strict=False)
+    pads = [pad for size, multiple in sizes for pad in (0, -size % multiple)]
+    return F.pad(x, pads) if any(pads) else x
 
 
 def make_linear(

@@ -17,12 +17,13 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from dora_rl import extras
-from dora_rl.core.errors import DoraError, UserError
+from dora_rl.core.protocol.errors import DoraError, UserError
 
 Progress = Callable[[str], object]
 
@@ -90,7 +91,7 @@ def fetch(
 ) -> Path:
     """The directory of a packaged model; it is downloaded and converted if it is not there.
 
-    `progress` is told, a line at a time, what goes on. Needs the extras `engine` and `smollm2`.
+    `progress` is told of the progress, a line at a time. Needs the extras `engine` and `smollm2`.
     """
     model = _known(name)
     if dtype not in DTYPES:
@@ -126,25 +127,14 @@ def fetch(
     return target
 
 
-def find(name_or_path: str | Path, dtype: str = "bfloat16") -> Path:
-    """The directory of a model: the given one, or that of a packaged model which was fetched.
-
-    A known name comes before a directory of that name; `./smollm2` is always a directory.
-    """
-    text = str(name_or_path)
-    if text in MODELS:
-        directory = place(text, dtype)
-        if not directory.is_dir():
-            option = "" if dtype == "bfloat16" else f" --dtype {dtype}"
-            raise UserError(
-                f"the model `{text}` is not at {directory}. Run: dora-rl fetch-model {text}{option}"
-            )
-        return directory
-    directory = Path(name_or_path)
-    if not (directory / "config.json").is_file():
+def find(name: str, dtype: str = "bfloat16") -> Path:
+    """The directory of a packaged model that was fetched."""
+    _known(name)
+    directory = place(name, dtype)
+    if not directory.is_dir():
+        option = "" if dtype == "bfloat16" else f" --dtype {dtype}"
         raise UserError(
-            f"not a model directory: `{text}` has no config.json. Give a Hugging Face directory, "
-            f"or one of: {', '.join(MODELS)} (see dora-rl fetch-model)."
+            f"the model `{name}` is not at {directory}. Run: dora-rl fetch-model {name}{option}"
         )
     return directory
 
@@ -316,12 +306,26 @@ def _convert_apart(gguf: Path, made: Path, dtype: str, progress: Progress) -> No
 
 
 def _run(command: list[str], failure: str, fix: str, env: Mapping[str, str] | None = None) -> None:
-    done = subprocess.run(
-        command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
-    )
-    if done.returncode:
-        said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        ended = f"it ended with code {done.returncode}"
+    with ThreadPoolExecutor(1) as apart:  # an interrupt in the midst of Popen would lose the child
+        starting = apart.submit(
+            subprocess.Popen,
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
+        try:
+            _, stderr = starting.result().communicate()
+        except BaseException:
+            starting.result().kill()
+            starting.result().wait()
+            raise
+    if starting.result().returncode:
+        said = [line.strip() for line in stderr.splitlines() if line.strip()]
+        ended = f"it ended with code {starting.result().returncode}"
         reason = said[-1].removeprefix("ERROR: ").rstrip(".") if said else ended
         raise FetchFailed(f"{failure}: {reason}. {fix}")
 

@@ -74,6 +74,7 @@ def stack(decoders: Sequence[Decoder]) -> Decoder:
         layers=tuple(map(layer, *(decoder.layers for decoder in decoders))),
         norm=_by_version([decoder.norm for decoder in decoders]),
         head=Stacked([decoder.head for decoder in decoders]),
+        gated=decoders[0].gated,
         versions=len(decoders),
     )
 

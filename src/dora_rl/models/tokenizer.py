@@ -34,6 +34,10 @@ class Tokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         return self._inner.decode(tokens, skip_special_tokens=True)
 
+    def shown(self, tokens: Sequence[int]) -> str:
+        """The text with its special tokens, as the model reads it."""
+        return self._inner.decode(tokens, skip_special_tokens=False)
+
     def own_chars(self, token: int) -> int:
         """A number of characters that the token begins with, whatever its neighbours are.
 

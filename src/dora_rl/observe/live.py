@@ -17,11 +17,11 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from dora_rl.core import commands as c
-from dora_rl.core import events as e
-from dora_rl.core.commands import Command
-from dora_rl.core.events import Event
-from dora_rl.core.types import InstanceId, Version
+from dora_rl.core.protocol import commands as c
+from dora_rl.core.protocol import events as e
+from dora_rl.core.protocol.commands import Command
+from dora_rl.core.protocol.events import Event
+from dora_rl.core.protocol.types import InstanceId, Version
 from dora_rl.observe.placements import Placements
 
 PERIOD_S = 0.25
@@ -45,7 +45,7 @@ ASCII = Glyphs("#", "-", "_.:-=+*#")
 
 
 class StepLike(Protocol):
-    """One train step, as far as it is shown."""
+    """One train step, as far as it is shown; counted from 1."""
 
     @property
     def step(self) -> int: ...
@@ -94,19 +94,20 @@ class Status:
         self.slots = slots * instances
         self.groups_per_step = groups_per_step
         self.placements = placements
-        self._resumed = resumed
+        self._resumed = resumed  # by this process
         self._clock = clock
         self._began = clock()
         self.stopping = False
         self.rewards: list[float] = []
         self.evaluations: list[tuple[Version, float]] = []
         self.last: StepLike | None = None
+        self.version: Version = 0  # the newest that was published
         self.loaded_after_s: float | None = None
+        self.activity = "loading the model"
+        self._activity_since = self._began
         self.finished = 0
         self.scored = 0
         self.ready = 0  # groups
-        self.activity = "loading the model"
-        self._activity_since = self._began
         self._batch: int | None = None
         self._step_ends: deque[float] = deque([self._began], maxlen=_RECENT + 1)
         self._tokens: dict[InstanceId, int] = {}
@@ -114,12 +115,29 @@ class Status:
 
     # What is told
 
+    def resuming(self, placements: Placements, ready: int) -> None:
+        """What follows is told to these placements as well; so many groups are ready."""
+        self.placements = placements
+        self.finished = self.scored = 0
+        self.ready = ready
+        self._batch = None
+
+    def resumed(
+        self, steps: Sequence[StepLike], evaluations: Sequence[tuple[Version, float]]
+    ) -> None:
+        """So much had come of the run when it was resumed."""
+        self.rewards = [step.reward_mean for step in steps]
+        self.last = steps[-1] if steps else None
+        self.evaluations = list(evaluations)
+        self._turn_to("loading the checkpoint")
+
     def observe(self, now: float, event: Event, commands: Sequence[Command]) -> None:
         """The core has handled an event, and the placements have been told."""
         match event:
             case e.WeightsPublished():
                 if event.version == 0 and not self._resumed:
                     self.loaded_after_s = self.elapsed_s
+                self.version = max(self.version, event.version)
                 self._ready_to_step()
                 self._turn_to(f"waiting for batch {event.version + 1}")
             case e.InstanceJoined():
@@ -163,7 +181,7 @@ class Status:
 
     def _ready_to_step(self) -> None:
         """What was before is not counted into the pace of the steps."""
-        if not self.rewards:
+        if len(self._step_ends) == 1:
             self._step_ends[0] = self._clock()
 
     def _turn_to(self, activity: str) -> None:
@@ -183,13 +201,14 @@ class Status:
 
     @property
     def steps_done(self) -> int:
-        return 0 if self.last is None else self.last.step + 1
+        return self.version if self.last is None else max(self.version, self.last.step)
 
     @property
     def eta_s(self) -> float | None:
         """Real time that the remaining steps take at the pace of the last ones."""
         ends = list(self._step_ends)
-        if len(ends) < 2:
+        # The first one of a resumed run found a part of its batch complete.
+        if len(ends) < (3 if self._resumed else 2):
             return None
         if len(ends) > 2 and len(ends) <= _RECENT:
             ends = ends[1:]  # the first step had no work of others to begin with

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from dora_rl.core.audit import AuditReport, Spread
-from dora_rl.core.commands import Command, Delete, Train
-from dora_rl.core.events import (
+from dora_rl.core.protocol.commands import Command, Delete, Fail, Score, Train
+from dora_rl.core.protocol.events import (
     BatchFailed,
     BatchRejected,
     BatchTrained,
@@ -22,6 +22,7 @@ from dora_rl.core.events import (
     TrajectoryFinished,
     WeightsPublished,
 )
+from dora_rl.core.protocol.types import BatchGroup
 
 # Below this gain over synchronous training, asynchrony is not worth its staleness.
 WORTHWHILE = 1.05
@@ -41,6 +42,30 @@ class Reading(NamedTuple):
     def since(self, start: "Reading") -> "Reading":
         """What was added after `start`."""
         return Reading._make(end - begin for end, begin in zip(self, start, strict=True))
+
+    @property
+    def of_history(self) -> "Reading":
+        """What the stream tells of it: all else was counted by processes, and ends with them."""
+        return Reading(stalls=self.stalls, stalled_s=self.stalled_s, migrated=self.migrated)
+
+
+class Phases(NamedTuple):
+    """Seconds spent in each phase, summed since the start. Phases of one step may overlap."""
+
+    generate: float
+    """Any slot was busy."""
+    train: float
+    publish: float
+    """Weights left the trainer."""
+    install: float
+    """Weights were brought onto an instance; the mean over instances."""
+    switch: float
+    """Colocated devices changed between rollout and training, both ways."""
+
+    def per_step(self, start: "Phases", steps: int) -> dict[str, float]:
+        """What was added after `start`, by name, for each of so many steps."""
+        added = zip(self._fields, self, start, strict=True)
+        return {name: (end - begin) / max(1, steps) for name, end, begin in added}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +108,35 @@ class Summary:
     audit: str
     wall_s: float
     """Real time that the simulation took."""
+    phase_seconds: dict[str, float] | None = None
+    """Of a step, by phase; None where nobody measures them."""
 
     def to_json(self) -> dict[str, Any]:
         """The figures that a seed reproduces: all but the real time."""
         data = asdict(self)
         del data["wall_s"]
+        if self.phase_seconds is None:
+            del data["phase_seconds"]
         return data
+
+
+def speedup_over(summary: Summary, base: Summary | None) -> dict[str, float | None]:
+    """How many times as fast as another run, by both measures; None where that has no answer.
+
+    They differ where steps hold different numbers of tokens: batches are counted in groups.
+    """
+    if base is None or min(base.tokens_per_s, base.step_minutes, summary.step_minutes) <= 0.0:
+        return {"by_tokens_per_s": None, "by_step_time": None}
+    return {
+        "by_tokens_per_s": summary.tokens_per_s / base.tokens_per_s,
+        "by_step_time": base.step_minutes / summary.step_minutes,
+    }
 
 
 class _Stretch:
     """Time spent in a state, and a count integrated over it, up to any moment."""
+
+    SAVED = ("level", "peak", "_at", "_integral")
 
     def __init__(self) -> None:
         self.level = 0
@@ -122,15 +166,32 @@ class _Mark(NamedTuple):
     reading: Reading
     training_s: float
     version_s: float
+    phases: Phases | None
+
+
+RECORDS: tuple[type, ...] = (_Stretch, _Mark, Reading, Train, BatchGroup)
 
 
 class Collector:
     """Feed it every event with its commands; ask for the summary at the end."""
 
-    def __init__(self, group_size: int, warmup: int, probe: Callable[[], Reading]) -> None:
+    SAVED = (
+        *("_first", "_last", "_lengths", "_batch", "_training", "_live", "_tokens"),
+        "_staleness",
+    )
+    WIRED = ("_group_size", "_warmup", "_probe", "_phases")
+
+    def __init__(
+        self,
+        group_size: int,
+        warmup: int,
+        probe: Callable[[], Reading],
+        phases: Callable[[], Phases | None] = lambda: None,
+    ) -> None:
         self._group_size = group_size
         self._warmup = warmup
         self._probe = probe
+        self._phases = phases
         self._first: _Mark | None = None
         self._last: _Mark | None = None
         self._lengths: dict[int, int] = {}  # tokens of trajectories that are whole
@@ -140,24 +201,38 @@ class Collector:
         self._tokens: Counter[int] = Counter()  # trained, by step
         self._staleness: dict[int, Counter[int]] = {}  # of trajectories, by step
 
+    def restored(self) -> None:
+        """It was loaded from a snapshot: what processes had counted by then ended with them."""
+        for name in ("_first", "_last"):
+            mark: _Mark | None = getattr(self, name)
+            if mark is not None:
+                setattr(self, name, mark._replace(reading=mark.reading.of_history))
+
     def observe(self, now: float, event: Event, commands: Sequence[Command]) -> None:
         """One handled event, and the commands that answered it."""
         kind = type(event)
         if kind is TrajectoryFinished:
-            self._lengths[event.trajectory] = event.tokens  # type: ignore[union-attr]
+            self._finished(event, commands)  # type: ignore[arg-type]
         elif isinstance(event, WeightsPublished):
             self._published(now, event.version)
         elif isinstance(event, BatchTrained | BatchFailed | BatchRejected):
             self._trained(now, event)
         elif isinstance(event, GroupJudged) and event.filtered is not None:
             first = event.group * self._group_size
-            for name in range(first, first + self._group_size):
-                self._lengths.pop(name, None)
+            for trajectory_id in range(first, first + self._group_size):
+                self._lengths.pop(trajectory_id, None)
         for command in commands:
             if type(command) is Train:
                 self._train(now, command)
             elif type(command) is Delete:
                 self._live.change(now, -1)
+            elif type(command) is Fail:
+                self._lengths.pop(command.trajectory, None)
+
+    def _finished(self, event: TrajectoryFinished, commands: Sequence[Command]) -> None:
+        """It is whole if the core has it scored: else it is a copy, or of an old placement."""
+        if any(type(x) is Score and x.trajectory == event.trajectory for x in commands):
+            self._lengths[event.trajectory] = event.tokens
 
     def _train(self, now: float, command: Train) -> None:
         if self._batch is None:  # else the core repeats itself
@@ -176,15 +251,22 @@ class Collector:
         tokens = 0
         for group in batch.groups:
             staleness[batch.step - group.version] += len(group.trajectories)
-            for name in group.trajectories:
-                tokens += self._lengths.pop(name, 0)
+            for trajectory_id in group.trajectories:
+                tokens += self._lengths.pop(trajectory_id, 0)
         self._tokens[batch.step] = tokens
 
     def _published(self, now: float, version: int) -> None:
         if self._last is not None and version <= self._last.version:
             return  # a late copy of an old answer
         self._live.change(now, 1)
-        mark = _Mark(now, version, self._probe(), self._training.read(now), self._live.read(now))
+        mark = _Mark(
+            now,
+            version,
+            self._probe(),
+            self._training.read(now),
+            self._live.read(now),
+            self._phases(),
+        )
         self._last = mark
         if self._first is None and version >= self._warmup:
             self._first = mark
@@ -194,7 +276,7 @@ class Collector:
         """The figures; zeros where no whole step was measured."""
         first, last = self._first, self._last
         if first is None or last is None:
-            first = last = _Mark(0.0, 0, Reading(), 0.0, 0.0)
+            first = last = _Mark(0.0, 0, Reading(), 0.0, 0.0, None)
         steps = range(first.version, last.version)
         window_s = last.now - first.now
         per_s = 1.0 / window_s if window_s > 0.0 else 0.0
@@ -211,8 +293,8 @@ class Collector:
             window_s=window_s,
             step_minutes=window_s / 60 / len(steps) if steps else 0.0,
             tokens_per_s=sum(self._tokens[step] for step in steps) * per_s,
-            rollout_only_share=_rest(last.training_s - first.training_s, window_s),
-            bubble_share=_rest(spent.busy_s, spent.slots_s),
+            rollout_only_share=idle_share(last.training_s - first.training_s, window_s),
+            bubble_share=idle_share(spent.busy_s, spent.slots_s),
             mean_staleness=staleness.mean,
             p95_staleness=staleness.p95,
             max_staleness=staleness.max,
@@ -231,12 +313,17 @@ class Collector:
             audit_ok=audit.ok,
             audit=_verdict(audit),
             wall_s=wall_s,
+            phase_seconds=_each_step(first.phases, last.phases, len(steps)),
         )
 
 
-def _rest(part: float, whole: float) -> float:
-    """The share of `whole` that `part` leaves; sums of floats may overshoot by a hair."""
-    return max(0.0, 1.0 - part / whole) if whole > 0.0 else 0.0
+def _each_step(first: Phases | None, last: Phases | None, steps: int) -> dict[str, float] | None:
+    return None if first is None or last is None else last.per_step(first, steps)
+
+
+def idle_share(busy: float, total: float) -> float:
+    """1 - busy / total. Reports lag behind by a heartbeat, so that it may miss by a little."""
+    return min(1.0, max(0.0, 1.0 - busy / total)) if total > 0.0 else 0.0
 
 
 def _verdict(audit: AuditReport) -> str:

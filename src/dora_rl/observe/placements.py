@@ -8,14 +8,15 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from dora_rl.core import commands as c
-from dora_rl.core import events as e
-from dora_rl.core.commands import Command
-from dora_rl.core.events import Event
-from dora_rl.core.types import (
+from dora_rl.core.protocol import commands as c
+from dora_rl.core.protocol import events as e
+from dora_rl.core.protocol.commands import Command
+from dora_rl.core.protocol.events import Event
+from dora_rl.core.protocol.types import (
     Fence,
     InstanceId,
     MigrationId,
+    Move,
     Placement,
     TrajectoryId,
     Version,
@@ -44,8 +45,14 @@ class _Host:
     parking: bool = False
 
 
+RECORDS: tuple[type, ...] = (_Place, _Host, c.Install, c.Reserve, Move)
+
+
 class Placements:
     """How many trajectories generate on each instance with each version, at every moment."""
+
+    SAVED = ("running", "instances", "_hosts", "_places", "_turns", "_migrations")
+    WIRED: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self.running: Counter[tuple[InstanceId, Version]] = Counter()
@@ -191,7 +198,7 @@ class Placements:
             self.instances.pop(instance, None)
 
     def _installed(self, event: e.VersionInstalled, commands: Sequence[Command]) -> None:
-        """Where running work is carried over, it goes on under the new version."""
+        """Where running work is carried over, it continues under the new version."""
         host = self._live(event.instance, event.incarnation)
         if host is None or host.installing is None or host.installing.version != event.version:
             return

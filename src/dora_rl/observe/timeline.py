@@ -7,13 +7,13 @@ process of its own, with a row for every version that it runs at the time. It on
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dora_rl.core import commands as c
-from dora_rl.core import events as e
-from dora_rl.core.commands import Command
-from dora_rl.core.events import Event
-from dora_rl.core.types import InstanceId, MigrationId, Version
+from dora_rl.core.protocol import commands as c
+from dora_rl.core.protocol import events as e
+from dora_rl.core.protocol.commands import Command
+from dora_rl.core.protocol.events import Event
+from dora_rl.core.protocol.types import InstanceId, MigrationId, Move, Version
 from dora_rl.observe.placements import Placements
-from dora_rl.observe.trace import TraceFile
+from dora_rl.observe.trace import Running, TraceFile
 
 _FINEST_S = 0.25  # shorter changes of a row are merged
 _FINENESS = 2000  # and, as a run grows long, those shorter than this part of it: files stay small
@@ -56,6 +56,9 @@ class _Row:
 class Rows:
     """The instances in a trace file: on each, one row for every version that runs at the time."""
 
+    SAVED = ("_rows", "_named", "_instances")
+    WIRED = ("_file",)
+
     def __init__(self, file: TraceFile) -> None:
         self._file = file
         self._rows: dict[tuple[InstanceId, Version], _Row] = {}
@@ -81,7 +84,7 @@ class Rows:
 
     def _free(self, instance: InstanceId) -> int:
         """The first row of an instance that no version is on."""
-        taken = {row.number for (name, _), row in self._rows.items() if name == instance}
+        taken = {row.number for (owner, _), row in self._rows.items() if owner == instance}
         return next(number for number in range(len(taken) + 1) if number not in taken)
 
     def _write(self, key: tuple[InstanceId, Version], row: _Row) -> None:
@@ -123,8 +126,14 @@ class Rows:
         self._file.put({"ph": "M", "pid": pid, "tid": tid, "ts": 0, "name": name, "args": args})
 
 
+RECORDS: tuple[type, ...] = (_Row, Running, c.Install, c.Reserve, Move)
+
+
 class Timeline:
     """Draws a run as it goes. Feed it every event with its commands; `end` writes the rest."""
+
+    SAVED = ("_open", "_moves", "_suspended", "_now")
+    WIRED = ("_placements", "_file", "_trace", "_rows")
 
     def __init__(self, file: TraceFile, name: str, placements: Placements) -> None:
         self._placements = placements
@@ -144,6 +153,15 @@ class Timeline:
         for command in commands:
             self._command(now, command)
         self._rows.show(now, {} if self._suspended else self._placements.running)
+
+    def parts(self) -> dict[str, object]:
+        """All that remembers something, by name: see `core.history.snapshots`."""
+        return {
+            "timeline": self,
+            "timeline.file": self._file,
+            "timeline.trace": self._trace,
+            "timeline.rows": self._rows,
+        }
 
     def end(self, now: float | None = None) -> None:
         """Write what is still open, and make the file whole. Nothing may follow."""

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from dora_rl.core.commands import Command, Install, Resume, Suspend, Train
-from dora_rl.core.events import Event, GroupJudged, VersionInstalled
+from dora_rl.core.protocol.commands import Command, Install, Resume, Suspend, Train
+from dora_rl.core.protocol.events import Event, GroupJudged, InstallFailed, VersionInstalled
 
 # chrome://tracing paints by these names; each version takes the next.
 _PALETTE = (
@@ -53,6 +53,9 @@ class SpanLike(Protocol):
 class TraceFile:
     """A JSON array of trace events through `write`; `close` makes it whole."""
 
+    SAVED = ("_pids", "_open", "_before")
+    WIRED = ("_write",)
+
     def __init__(self, write: Callable[[str], object]) -> None:
         self._write = write
         self._pids = 0
@@ -77,7 +80,7 @@ class TraceFile:
             self._write("\n]\n")
 
 
-class _Running:
+class Running:
     """What one instance has been doing since `start`."""
 
     __slots__ = ("busy", "busy_s", "changed", "start", "version")
@@ -97,18 +100,24 @@ class _Running:
 class Trace:
     """The timeline of one run: a recorder of slots and spans, and an observer of the stream."""
 
+    SAVED = (
+        *("_tids", "_ends", "_running", "_busy", "_ready", "_sampled", "_step", "_carrying"),
+        *("_paused", "_now"),
+    )
+    WIRED = ("_file", "_pid", "_resolution_s")
+
     def __init__(self, file: TraceFile, pid: int, name: str, resolution_s: float) -> None:
         self._file = file
         self._pid = pid
         self._resolution_s = resolution_s
         self._tids: dict[str, int] = {}
         self._ends: dict[str, list[float]] = {}  # ends of the last spans on a base's lanes
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, Running] = {}
         self._busy = 0
         self._ready = 0
         self._sampled: dict[str, float] = {}
         self._step: int | None = None  # of the last batch
-        self._carrying: set[tuple[int, int]] = set()  # installs under running work
+        self._carrying: dict[int, Install] = {}  # installs under running work, by instance
         self._paused = False
         self._now = 0.0
         self._metadata("process_name", 0, {"name": name})
@@ -124,7 +133,7 @@ class Trace:
         self._busy += busy - (old.busy if old is not None else 0)
         self._sample(now, "running", self._busy)
         if old is None:
-            self._running[instance] = _Running(now, busy, version)
+            self._running[instance] = Running(now, busy, version)
             return
         lasted = now - old.start >= self._resolution_s
         if old.version != version or lasted:
@@ -155,20 +164,37 @@ class Trace:
             self._sample(now, "ready groups", self._ready)
         elif isinstance(event, VersionInstalled):
             self._carry(now, event)
+        elif isinstance(event, InstallFailed):
+            self._end_install(event)
         for command in commands:
             if type(command) is Train and command.step != self._step:
                 self._step = command.step
                 self._take(now, command)
-            elif type(command) is Install and command.carry:
-                self._carrying.add((command.instance, command.version))
+            elif type(command) is Install:
+                self._install(command)
             elif type(command) is Suspend or type(command) is Resume:
                 self._pause(now, type(command) is Suspend)
 
+    def _install(self, command: Install) -> None:
+        """In place of what the instance was asked before: it installs one at a time."""
+        self._carrying.pop(command.instance, None)
+        if command.carry:
+            self._carrying[command.instance] = command
+
+    def _end_install(self, event: VersionInstalled | InstallFailed) -> bool:
+        """Whether an install under running work has been answered by this."""
+        asked = self._carrying.get(event.instance)
+        if asked is None or (asked.incarnation, asked.version) != (
+            event.incarnation,
+            event.version,
+        ):
+            return False
+        del self._carrying[event.instance]
+        return True
+
     def _carry(self, now: float, event: VersionInstalled) -> None:
-        """Running work goes on under other weights: as many slots, another version."""
-        key = (event.instance, event.version)
-        if key in self._carrying:
-            self._carrying.discard(key)
+        """Running work continues under other weights: as many slots, another version."""
+        if self._end_install(event):
             running = self._running.get(event.instance)
             if running is not None and running.busy:
                 self._turn_over(now, event.instance, running.busy, event.version)
@@ -185,7 +211,7 @@ class Trace:
         running.change(now, busy)
         if not self._paused:
             self._write_running(instance, running)
-        self._running[instance] = _Running(now, busy, version)
+        self._running[instance] = Running(now, busy, version)
 
     def _take(self, now: float, command: Train) -> None:
         self._ready -= len(command.groups)
@@ -203,7 +229,7 @@ class Trace:
 
     # Writing
 
-    def _write_running(self, instance: int, running: _Running) -> None:
+    def _write_running(self, instance: int, running: Running) -> None:
         seconds = running.changed - running.start
         if running.version is None or seconds <= 0.0:
             return  # idle: the gap shows it

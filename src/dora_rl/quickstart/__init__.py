@@ -7,7 +7,7 @@ them.
 from importlib.resources import files
 from pathlib import Path
 
-from dora_rl.core.errors import UserError
+from dora_rl.core.protocol.errors import UserError
 
 
 def model_directory() -> Path:

@@ -4,18 +4,21 @@ Each part declares its own section; here they meet. Free of torch, so that a mis
 before anything heavy is imported.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, field_serializer, model_validator
 
 from dora_rl.algorithms.settings import AlgorithmSettings, check
 from dora_rl.config import ConfigModel
-from dora_rl.core.paradigms import PARADIGMS
-from dora_rl.core.settings import Settings
+from dora_rl.core.protocol.paradigms import PARADIGMS
+from dora_rl.core.protocol.settings import Settings
+from dora_rl.engines.registry import EngineName, device_refusal
 from dora_rl.machine import processor
+from dora_rl.runtime.prepare.not_yet import not_yet
 from dora_rl.tasks.settings import TaskSettings
-from dora_rl.trainer.settings import Behaviour, TrainSettings
+from dora_rl.trainer.settings import AUTO, Behaviour, DeviceName, TrainSettings
 
 _MOST_VERSIONS = 8  # in one engine, unless the user says so: each costs memory, and splits batches
 
@@ -24,19 +27,30 @@ class ModelSettings(ConfigModel):
     """`[model]`: the initial policy."""
 
     path: str = Field(
-        min_length=1, description="a Hugging Face model directory, or a packaged model's name"
+        min_length=1,
+        description="a Hugging Face model directory, a name on the hub, or a packaged model's",
     )
 
 
 class RolloutSettings(ConfigModel):
     """`[rollout]`: an instance of the engine, and how it samples."""
 
+    engine: EngineName = Field(
+        default=EngineName.EMBEDDED, description="what generates: the CPU engine of this package"
+    )
+    device: DeviceName = Field(
+        default=AUTO, description="of the engine: the embedded one runs on the CPU"
+    )
     slots: int = Field(default=32, ge=1, le=65_536, description="trajectories that run at once")
     version_slots: int | None = Field(
         default=None,
         ge=1,
         le=1000,
         description="versions that one engine serves at once; else as many as may be live",
+    )
+    spare_version_slot: bool = Field(
+        default=True,
+        description="memory for one version more: a new one is there before an old one goes",
     )
     kv_budget_tokens: int | None = Field(
         default=None, ge=1, description="KV memory; else what the slots can use"
@@ -75,6 +89,11 @@ class RuntimeSettings(ConfigModel):
     rollout_threads: int | None = Field(default=None, ge=1, description="of one; else by the cores")
     train_threads: int | None = Field(default=None, ge=1, description="else by the cores")
     report_period_s: float = Field(default=0.5, ge=0.01, description="heartbeat of an instance")
+    step_timeout_s: float = Field(
+        default=120.0,
+        gt=0,
+        description="an instance whose step takes longer sends no more heartbeats: it hangs",
+    )
     start_timeout_s: float = Field(
         default=300.0, gt=0, description="a process that is not ready by then has failed"
     )
@@ -98,6 +117,9 @@ class RunSettings(ConfigModel):
     steps: int = Field(default=100, ge=1, description="train steps")
     seed: int = Field(default=0, ge=0, lt=2**63)
     out: str | None = Field(default=None, description="the run directory; else runs/DATE-TIME")
+    shared: bool = Field(
+        default=False, description="let other users of this machine into the run directory"
+    )
     checkpoint_every: int | None = Field(
         default=20,
         ge=1,
@@ -110,10 +132,22 @@ class RunSettings(ConfigModel):
     commit_every_s: float = Field(
         default=0.2, ge=0, description="so much at most is lost if the run is killed"
     )
+    snapshot_every: int = Field(
+        default=10_000,
+        ge=1,
+        description="events between two snapshots, at least: a resume replays so many",
+    )
     save_every_s: float = Field(
         default=5.0,
         gt=0,
         description="between two times that a running trajectory's tokens are saved",
+        json_schema_extra={"elsewhere": "cluster.save_period_s"},
+    )
+    samples_per_step: int = Field(
+        default=4, ge=0, le=10_000, description="trajectories of a step in samples.jsonl; 0: none"
+    )
+    show_sample_every: int = Field(
+        default=10, ge=0, description="steps between samples on the terminal; 0: none"
     )
 
 
@@ -123,9 +157,17 @@ class Threads(NamedTuple):
     rollout: int  # of each instance
     train: int
 
+    @property
+    def evaluation(self) -> int:
+        """Beside all of the others, and never waited for but at the end: half of an instance."""
+        return max(1, self.rollout // 2)
+
 
 class RunConfig(ConfigModel):
     """A whole run."""
+
+    not_yet: ClassVar[Callable[..., str | None]] = not_yet
+    """For messages of `config`: what a word names that this version does not have."""
 
     model: ModelSettings
     task: TaskSettings = Field(default_factory=lambda: TaskSettings())
@@ -153,6 +195,15 @@ class RunConfig(ConfigModel):
             raise ValueError(
                 "orchestration.version_slots is rollout.version_slots in a run: "
                 f"`{self.orchestration.version_slots}`. Set it there."
+            )
+        if why := device_refusal(self.rollout.engine, self.rollout.device):
+            raise ValueError(why)
+        longest_s = self.orchestration.heartbeat_timeout_s / 2  # an eighth of it may go unheard
+        if self.runtime.report_period_s > longest_s:
+            raise ValueError(
+                "runtime.report_period_s must be at most half of orchestration.heartbeat_timeout_s "
+                f"({self.orchestration.heartbeat_timeout_s}): `{self.runtime.report_period_s}`. "
+                f"Use {longest_s} or less, or a longer timeout."
             )
         self.warnings()
         return self

@@ -1,7 +1,7 @@
 """How a run fails, apart from bad input."""
 
-from dora_rl.core.errors import DoraError
+from dora_rl.core.protocol.errors import DoraError
 
 
 class RunFailed(DoraError):
-    """The run cannot go on; the message names the part at fault."""
+    """The run cannot continue; the message names the worker at fault."""

@@ -4,8 +4,8 @@ Between joins and leaves the batch is constant and every step adds one token to 
 nothing happens per token: a counter of decode steps is advanced lazily in closed form, and one
 event is scheduled, at the earliest end of a turn or when the KV memory is full. Invariants:
 runs leave the batch at exactly the step where their turn ends; KV that does not fit goes to
-the host and is never dropped; whatever changes the batch is followed by `settle` before time
-goes on.
+host memory and is never dropped; whatever changes the batch is followed by `settle` before time
+advances.
 
 Knows nothing of processes, commands, messages or other instances: it calls `emit`.
 """
@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
 
-from dora_rl.core.events import (
+from dora_rl.core.protocol.events import (
     Event,
     TrajectoryFailed,
     TrajectoryFinished,
@@ -49,10 +49,10 @@ class Engine(KvMemory):
         "_decode",
         "_dirty",
         "_ends",
+        "_event_number",
         "_facts",
         "_joins",
         "_lag",
-        "_plan",
         "_plan_steps",
         "_prefill_time",
         "_returning",
@@ -84,14 +84,14 @@ class Engine(KvMemory):
         self._decode = around.costs.decode
         self._prefill_time = around.costs.prefill_time
         self._watermark = int(around.costs.kv_capacity_tokens * KV_WATERMARK)
-        self._plan = 0  # the number of the plan that holds; never reset, so old ones stay void
+        self._event_number = 0  # of the event that is valid; never reset, so old ones stay void
         self._joins = 0
         self.emit: Callable[[Event], None]
         super().__init__(around.costs.kv_capacity_tokens)
 
     def clear(self) -> None:
         super().clear()
-        self._plan += 1
+        self._event_number += 1
         self._plan_steps = 0
         self._dirty = False
         self._advanced_at = -1.0
@@ -112,10 +112,10 @@ class Engine(KvMemory):
         self.frozen_until = 0.0
         self.paused: list[Run] = []  # runs that paused since somebody last looked
 
-    # Before time goes on
+    # Before time advances
 
     def touch(self) -> None:
-        """Something changed: settle before time goes on."""
+        """Something changed: settle before time advances."""
         if not self._dirty:
             self._dirty = True
             self._around.dirty.append(self)
@@ -147,7 +147,7 @@ class Engine(KvMemory):
         if not self.stops:
             self.advance(self._clock.now)
             self._lag = self.frontier - self._clock.now
-            self._plan += 1
+            self._event_number += 1
         self.stops += 1
 
     def go(self) -> None:
@@ -195,7 +195,7 @@ class Engine(KvMemory):
 
     def _make_plan(self) -> None:
         """Schedule the one event at which the batch changes by itself."""
-        self._plan = plan = self._plan + 1
+        self._event_number = number = self._event_number + 1
         size = self.size
         if not size:
             return
@@ -216,10 +216,10 @@ class Engine(KvMemory):
         if k:
             seconds = self._decode.steps_time(size, self.context, k, len(self.by_version))
             time += seconds * self.slow
-        self._clock.at(time, self._due, plan)
+        self._clock.at(time, self._due, number)
 
-    def _due(self, plan: int) -> None:
-        if plan != self._plan:
+    def _due(self, number: int) -> None:
+        if number != self._event_number:
             return
         self._advanced_at = self.frontier = self._clock.now
         k = self._plan_steps
@@ -366,7 +366,7 @@ class Engine(KvMemory):
         self._facts.cancelled_tokens += run.done
         self.emit(TrajectoryFailed(run.trajectory, run.fence, reason))
 
-    # Standing still, and going on
+    # Standing still, and continuing
 
     def answer(self, run: Run) -> None:
         """The environment has answered: the next turn wants a slot."""
@@ -400,7 +400,7 @@ class Engine(KvMemory):
     # Memory
 
     def _spare(self) -> int:
-        # A batch of one goes on into what is reserved: nothing else could make room for it.
+        # A batch of one continues into what is reserved: nothing else could make room for it.
         room = self.capacity - self.used
         return room - self.reserved_kv if self.size > 1 else room
 
@@ -419,7 +419,7 @@ class Engine(KvMemory):
         return needed < self.capacity - self.used - self.reserved_kv
 
     def _relieve(self) -> None:
-        """Send the youngest of the batch to the host, one by one, until a step fits."""
+        """Send the youngest of the batch to host memory, one by one, until a step fits."""
         while self._spare() < self.size:
             run = next(run for run in reversed(self.runs.values()) if run.state == RUNNING)
             if self.size > 1:
@@ -433,7 +433,7 @@ class Engine(KvMemory):
                 self._fail(run, "kv_capacity")
 
     def _offload_idle(self, keep: Run) -> None:
-        """Send the KV of every run that is not in the batch to the host."""
+        """Send the KV of every run that is not in the batch to host memory."""
         for run in self.runs.values():
             if run.held and run is not keep and run.state != RUNNING:
                 self._swap_out(run)

@@ -1,6 +1,6 @@
 """What the virtual world refuses."""
 
-from dora_rl.core.errors import DoraError
+from dora_rl.core.protocol.errors import DoraError
 
 
 class WorldError(DoraError):

@@ -21,12 +21,12 @@ class FaultParams(BaseModel):
 
     crash_per_hour: float = _RATE
     silent_share: float = Field(
-        default=0.5, ge=0, le=1, description="crashes that nobody is told of"
+        default=0.5, ge=0, le=1, description="crashes that are not reported"
     )
     hang_per_hour: float = _RATE
     hang_s: float = Field(default=120.0, gt=0, description="mean length of a hang")
     partition_share: float = Field(
-        default=0.5, ge=0, le=1, description="hangs in which it works on, unheard, cut off"
+        default=0.5, ge=0, le=1, description="hangs in which it works on, but its messages are lost"
     )
     slow_per_hour: float = _RATE
     slow_s: float = Field(default=300.0, gt=0, description="mean length of a slow spell")

@@ -1,4 +1,4 @@
-"""The life of instances: they join, report, crash, hang, slow down, leave and come back.
+"""The life cycle of instances: they join, report, crash, hang, slow down, leave and come back.
 
 Every incarnation is a new process. A hang either freezes a process or cuts it off while it
 works on; both wake as zombies, with late messages and unread mail. Devices that colocated
@@ -7,8 +7,8 @@ training takes are taken from every instance. Knows nothing of trajectories.
 
 from collections.abc import Callable
 
-from dora_rl.core.commands import Dismiss, Expel
-from dora_rl.core.events import Event, InstanceFailed, InstanceLeaving
+from dora_rl.core.protocol.commands import Dismiss, Expel
+from dora_rl.core.protocol.events import Event, InstanceFailed, InstanceLeaving
 from dora_rl.simulator.errors import WorldError
 from dora_rl.simulator.faults import Faults
 from dora_rl.simulator.instance import Instance

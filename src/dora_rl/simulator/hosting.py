@@ -5,8 +5,8 @@ runs on what is dropped. A bug of the core raises `WorldError`; work that the co
 (its cancel was lost on the way) is no obstacle. Knows nothing of what the core believes.
 """
 
-from dora_rl.core.commands import Evict, Install
-from dora_rl.core.events import InstallFailed, VersionEvicted, VersionInstalled
+from dora_rl.core.protocol.commands import Evict, Install
+from dora_rl.core.protocol.events import InstallFailed, VersionEvicted, VersionInstalled
 from dora_rl.simulator.errors import WorldError
 from dora_rl.simulator.faults import Faults
 from dora_rl.simulator.instance import Instance, Loading
@@ -76,11 +76,11 @@ class Hosting:
         using = [*instance.using(version), *instance.awaited(version)]
         obstacles = [run for run in using if run.fence not in self._disowned]
         if obstacles:
-            names = [(run.trajectory, run.fence) for run in obstacles[:5]]
+            shown = [(run.trajectory, run.fence) for run in obstacles[:5]]
             return refuse(
                 instance,
                 f"version {version} is dropped on instance {instance.id} under work that runs "
-                f"there or moves there: (trajectory, fence) {names}",
+                f"there or moves there: (trajectory, fence) {shown}",
             )
         return True
 
@@ -123,6 +123,7 @@ class Hosting:
             return
         instance.versions[version] = digest
         self._around.facts.installs += 1
+        self._around.facts.install_s += now - loading.start
         if self._around.recorder is not None:
             self._around.recorder.span(Span("install", instance.id, loading.start, now, version))
         self._confirm(instance, version)
@@ -132,7 +133,7 @@ class Hosting:
         instance.emit(VersionInstalled(instance.id, instance.incarnation, version, digest))
 
     def _carry(self, instance: Instance, old: int, new: int, digest: str) -> None:
-        """Running work goes on under the new weights, in a new segment."""
+        """Running work continues under the new weights, in a new segment."""
         instance.versions.pop(old, None)
         instance.successors[old] = new
         again: list[Run] = []

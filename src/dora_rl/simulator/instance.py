@@ -9,8 +9,8 @@ wait) stands here because it lives and dies with the process.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from dora_rl.core.events import Event, InstanceJoined, InstanceProgressed
-from dora_rl.core.types import Length
+from dora_rl.core.protocol.events import Event, InstanceJoined, InstanceProgressed
+from dora_rl.core.protocol.types import Length
 from dora_rl.simulator.engine import Engine
 from dora_rl.simulator.runs import DEAD, FROZEN, KEPT, PARKED, PAUSED, RUNNING, Run
 from dora_rl.simulator.surroundings import Surroundings
@@ -143,7 +143,7 @@ class Instance(Engine):
         )
 
     def awaited(self, version: int) -> list[Run]:
-        """Runs elsewhere that are to come here and go on under a version."""
+        """Runs elsewhere that are to come here and continue under a version."""
         return [
             arrival.source.runs[fence]
             for arrival in self.expecting.values()
@@ -152,7 +152,7 @@ class Instance(Engine):
         ]
 
     def using(self, version: int) -> list[Run]:
-        """Runs that could not go on here without a version. Parked ones could wait."""
+        """Runs that could not continue here without a version. Parked ones could wait."""
         return [
             run
             for run in self.runs.values()

@@ -1,6 +1,6 @@
 """Migrations: a target makes room, KV moves, the source keeps its copy until it is released.
 
-Invariants: a trajectory goes on in exactly one place of those that the core may believe in; a
+Invariants: a trajectory continues in exactly one place of those that the core may believe in; a
 failure before the end leaves every member where it was; an end is remembered, so that a
 repeated command is answered again and not performed again. Between two processes the link is
 direct: when one of them is gone or gives up before the end, the other knows.
@@ -8,14 +8,14 @@ direct: when one of them is gone or gives up before the end, the other knows.
 
 from math import inf
 
-from dora_rl.core.commands import AbortMigration, Release, Reserve, Transfer
-from dora_rl.core.events import (
+from dora_rl.core.protocol.commands import AbortMigration, Release, Reserve, Transfer
+from dora_rl.core.protocol.events import (
     Event,
     MigrationCompleted,
     MigrationFailed,
     MigrationReserved,
 )
-from dora_rl.core.types import Move, Placement
+from dora_rl.core.protocol.types import Move, Placement
 from dora_rl.simulator.errors import WorldError
 from dora_rl.simulator.faults import Faults
 from dora_rl.simulator.hosting import refuse
@@ -105,20 +105,20 @@ class Migrations:
     # Phase one
 
     def reserve(self, target: Instance, command: Reserve) -> None:
-        name = command.migration
-        if self._answered(target, name):
+        migration_id = command.migration
+        if self._answered(target, migration_id):
             return
-        migration = self.live.get(name)
+        migration = self.live.get(migration_id)
         if migration is not None:
             if migration.state != RESERVING:
-                target.emit(MigrationReserved(name))
+                target.emit(MigrationReserved(migration_id))
             return
         if not target.serves(command.version):
             refuse(target, f"{command}, but the target does not serve version {command.version}")
             return
         source = self._instances[command.source]
         migration = Migration(command, source, target, self._clock.now)
-        self.live[name] = migration
+        self.live[migration_id] = migration
         target.settle()  # who is in line already comes first
         if self._weigh(migration):
             self._hold_room(migration)
@@ -181,12 +181,14 @@ class Migrations:
     # Phase two
 
     def transfer(self, source: Instance, command: Transfer) -> None:
-        name = command.migration
-        if self._answered(source, name):
+        migration_id = command.migration
+        if self._answered(source, migration_id):
             return
-        migration = self.live.get(name)
+        migration = self.live.get(migration_id)
         if migration is None or migration.state == RESERVING:
-            raise WorldError(f"the transfer of migration {name} is asked for before its reserve")
+            raise WorldError(
+                f"the transfer of migration {migration_id} is asked for before its reserve"
+            )
         if migration.state == DONE and migration.target_lives:
             migration.target.emit(self._completed(migration))
         if migration.state != RESERVED:
@@ -210,7 +212,7 @@ class Migrations:
         duration_s = costs.kv_transfer_time(tokens) - costs.kv_transfer_time(0)
         share = self._faults.params.failed_kv_path
         by_kv = self._by_kv and not self._faults.strikes(
-            self._clock.now, "failed_kv_path", share, f"migration {name}"
+            self._clock.now, "failed_kv_path", share, f"migration {migration_id}"
         )
         argument = (migration, tokens if by_kv else None)
         self._clock.after(duration_s if by_kv else 0.0, self._moved, argument)
@@ -273,29 +275,29 @@ class Migrations:
 
     def release(self, source: Instance, command: Release) -> None:
         """The source frees its copies."""
-        name = command.migration
-        migration = self.live.get(name)
+        migration_id = command.migration
+        migration = self.live.get(migration_id)
         if migration is None:
             return
         if migration.state != DONE:
-            raise WorldError(f"migration {name} is released before it is done")
+            raise WorldError(f"migration {migration_id} is released before it is done")
         self._end(migration, self._completed(migration))
         for run, _ in migration.cut:
             if run.state == KEPT:
                 source.remove(run)
 
-    def given_up(self, name: int) -> Migration | None:
+    def given_up(self, migration_id: int) -> Migration | None:
         """The core aborts a migration, whether or not anybody will hear of it."""
-        migration = self.live.get(name)
+        migration = self.live.get(migration_id)
         if migration is None:
-            if name not in self._answers:
-                self._remember(name, None)  # a reserve that is still on its way is void
+            if migration_id not in self._answers:
+                self._remember(migration_id, None)  # a reserve that is still on its way is void
         else:
-            migration.target.expecting.pop(name, None)
+            migration.target.expecting.pop(migration_id, None)
         return migration
 
     def abort(self, instance: Instance, command: AbortMigration) -> None:
-        """One side hears of the end: the target forgets, the source goes on."""
+        """One side hears of the end: the target forgets, the source continues."""
         migration = self.live.get(command.migration)
         if migration is None:
             return
@@ -325,7 +327,7 @@ class Migrations:
         self._end(migration, answer)
 
     def _thaw(self, migration: Migration) -> None:
-        """The source goes on with what it has kept."""
+        """The source continues with what it has kept."""
         if not migration.source_lives:
             return
         for run, _ in migration.cut:
@@ -339,19 +341,21 @@ class Migrations:
         del self.live[migration.id]
         self._remember(migration.id, answer)
 
-    def _remember(self, name: int, answer: Event | None) -> None:
-        self._answers[name] = answer
+    def _remember(self, migration_id: int, answer: Event | None) -> None:
+        self._answers[migration_id] = answer
         if len(self._answers) > REMEMBERED:
             oldest = next(iter(self._answers))
             del self._answers[oldest]
             self._forgotten = max(self._forgotten, oldest)
 
-    def _answered(self, instance: Instance, name: int) -> bool:
+    def _answered(self, instance: Instance, migration_id: int) -> bool:
         """Whether a migration has ended already; what is remembered of it is said again."""
-        answer = self._answers.get(name)
+        answer = self._answers.get(migration_id)
         if answer is not None:
             instance.emit(answer)
-        return name in self._answers or (name <= self._forgotten and name not in self.live)
+        return migration_id in self._answers or (
+            migration_id <= self._forgotten and migration_id not in self.live
+        )
 
     def _strikes(self, migration: Migration) -> bool:
         share = self._faults.params.failed_migration

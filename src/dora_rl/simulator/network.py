@@ -10,7 +10,7 @@ and what it said in the meantime leaves then.
 from collections.abc import Callable
 from typing import Any
 
-from dora_rl.core.events import Event
+from dora_rl.core.protocol.events import Event
 from dora_rl.simulator.clock import Clock
 from dora_rl.simulator.faults import Faults
 from dora_rl.simulator.instance import Instance

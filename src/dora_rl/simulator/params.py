@@ -7,7 +7,8 @@ from math import inf
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from dora_rl.simulator.costs import Costs, Efficiency, Model, NamedDevice
+from dora_rl.simulator.cost_parameters import Efficiency, Model, NamedDevice
+from dora_rl.simulator.costs import Costs
 from dora_rl.simulator.faults import FaultParams
 
 
@@ -53,7 +54,7 @@ class WorldParams(BaseModel):
     migration_lease_s: float = Field(
         default=900.0,
         gt=0,
-        description="a reservation or a kept copy that nobody speaks of again is freed after this",
+        description="a reservation or a kept copy is freed if no message names it for this long",
     )
     faults: FaultParams = FaultParams()
 

@@ -6,9 +6,9 @@ A placement happens once: a repeated start of the same fence is void.
 
 from typing import Protocol
 
-from dora_rl.core.commands import Cancel, Park, Start, Unpark
-from dora_rl.core.events import TrajectoriesParked
-from dora_rl.core.types import Placement
+from dora_rl.core.protocol.commands import Cancel, Park, Start, Unpark
+from dora_rl.core.protocol.events import TrajectoriesParked
+from dora_rl.core.protocol.types import Placement
 from dora_rl.simulator.hosting import refuse
 from dora_rl.simulator.instance import Instance
 from dora_rl.simulator.runs import FROZEN, KEPT, PARKED, RUNNING, Job, Run, prefix_segments
@@ -58,15 +58,15 @@ class Placing:
         if digest is None or (instance.installing and not instance.serves(version)):
             refuse(instance, f"{command}, but the instance serves {sorted(instance.versions)}")
             return
-        name = command.trajectory
-        group, member = divmod(name, self._group_size)
-        job = self._jobs.get(name)
+        trajectory_id = command.trajectory
+        group, member = divmod(trajectory_id, self._group_size)
+        job = self._jobs.get(trajectory_id)
         if job is None:
             # Drift follows the group's place in the stream, not when it started: every paradigm
             # meets the same lengths.
             age = 0 if self._groups_per_step is None else group // self._groups_per_step
-            job = self._jobs[name] = Job(self._draw(group, member, age))
-        run = Run(name, fence, group, version, digest, job)
+            job = self._jobs[trajectory_id] = Job(self._draw(group, member, age))
+        run = Run(trajectory_id, fence, group, version, digest, job)
         if command.prefix_tokens:
             if command.prefix_tokens > job.saved:
                 refuse(instance, f"{command}, but only {job.saved} tokens of it were saved")

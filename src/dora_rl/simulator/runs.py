@@ -7,7 +7,7 @@ records: half a million of them are alive at once, and the instance is what chan
 
 from math import inf
 
-from dora_rl.core.types import Segment
+from dora_rl.core.protocol.types import Segment
 from dora_rl.simulator.workload import TrajectoryShape
 
 # Where a run is. Plain integers: they are compared for every join and leave.
@@ -15,7 +15,7 @@ QUEUED = 0  # waits for its first slot
 RUNNING = 1  # in the batch
 PAUSED = 2  # waits for its environment, without a slot
 RETURNING = 3  # has begun, and waits for a slot
-PARKED = 4  # stopped by command, its KV on the host (or on its way there)
+PARKED = 4  # stopped by command, its KV in host memory (or on its way there)
 FROZEN = 5  # at the source of a migration, while its KV moves
 KEPT = 6  # at the source of a migration, until it is released
 DEAD = 7
@@ -90,7 +90,7 @@ class Run:
         self.done = 0  # tokens generated
         self.joined = 0  # the instance's step counter when it joined the batch
         self.held = False  # its KV is on the device
-        self.on_host = False  # its KV is on the host
+        self.on_host = False  # its KV is in host memory
         self.was_parked = False  # before it was frozen
         self.env = NO_ANSWER
         self.answer_at = inf

@@ -7,8 +7,8 @@ alike. Rewards wait in line where the number of workers is limited.
 from collections import deque
 from collections.abc import Callable
 
-from dora_rl.core.commands import FetchPrompts, Judge, Score
-from dora_rl.core.events import (
+from dora_rl.core.protocol.commands import FetchPrompts, Judge, Score
+from dora_rl.core.protocol.events import (
     Event,
     GroupJudged,
     PromptsAvailable,
@@ -84,7 +84,7 @@ class Services:
                 self._clock.after(job.shape.reward_s, self._scored, argument)
 
     def _scored(self, argument: tuple[int, Job]) -> None:
-        name, job = argument
+        trajectory_id, job = argument
         if self._line:
             waiting = self._line.popleft()
             self._clock.after(waiting[1].shape.reward_s, self._scored, waiting)
@@ -92,13 +92,13 @@ class Services:
             self._scoring -= 1
         fence = job.score_fence
         if self._failed_reward and self._faults.strikes(
-            self._clock.now, "failed_reward", self._failed_reward, f"trajectory {name}"
+            self._clock.now, "failed_reward", self._failed_reward, f"trajectory {trajectory_id}"
         ):
             job.scoring = UNSCORED
-            self._report(TrajectoryFailed(name, fence, "reward_failed"))
+            self._report(TrajectoryFailed(trajectory_id, fence, "reward_failed"))
             return
         job.scoring = SCORED
-        self._report(TrajectoryScored(name, fence))
+        self._report(TrajectoryScored(trajectory_id, fence))
 
     def judge(self, command: Judge) -> None:
         self._clock.after(self._judge_s, self._judged, command)
@@ -107,8 +107,8 @@ class Services:
         if not self._filter_below or _mix(self._key + command.group) >= self._filter_below:
             self._report(GroupJudged(command.group))
             return
-        for name in command.trajectories:
-            self._jobs.pop(name, None)
+        for trajectory_id in command.trajectories:
+            self._jobs.pop(trajectory_id, None)
         self._report(GroupJudged(command.group, NO_SIGNAL))
 
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dora_rl.core.audit import Audit, AuditReport
-from dora_rl.core.commands import Command, Halt
-from dora_rl.core.events import Event, WeightsPublished
 from dora_rl.core.orchestrator import Orchestrator
-from dora_rl.core.settings import ParadigmName, Settings
-from dora_rl.observe.metrics import Collector, Reading, Summary
+from dora_rl.core.protocol.commands import Command, Halt
+from dora_rl.core.protocol.events import Event, WeightsPublished
+from dora_rl.core.protocol.settings import ParadigmName, Settings
+from dora_rl.observe.metrics import Collector, Phases, Reading, Summary
 from dora_rl.simulator.scenarios import Scenario
 from dora_rl.simulator.usage import Recorder
 from dora_rl.simulator.world import Observer, World
@@ -51,7 +51,7 @@ def simulate(
     journal: Journal | None = None,
     progress: Progress | None = None,
 ) -> Result:
-    """Run until version `scenario.steps` is published, or the core halts."""
+    """Run until version `run.steps` is published, or the core halts."""
     setup = scenario.setup(paradigm)
     started = time.perf_counter()
     orchestrator = Orchestrator(setup.settings)
@@ -66,7 +66,10 @@ def simulate(
     )
     audit = Audit(setup.settings)
     collector = Collector(
-        setup.settings.group_size, setup.warmup_steps, lambda: _read(world, orchestrator)
+        setup.settings.group_size,
+        setup.warmup_steps,
+        lambda: _read(world, orchestrator),
+        lambda: _phases(world),
     )
     world.observe(audit.observe)
     world.observe(collector.observe)
@@ -85,7 +88,7 @@ def simulate(
 
 
 def _stop_after(world: World, event: Event, steps: int) -> None:
-    """End the run with the last step's publication: work that goes on is left outstanding."""
+    """End the run with the last step's publication: work that continues is left outstanding."""
     if isinstance(event, WeightsPublished) and event.version >= steps and world.halted is None:
         world.halted = Halt(True, f"{steps} steps trained")
 
@@ -95,9 +98,21 @@ def _read(world: World, orchestrator: Orchestrator) -> Reading:
     return Reading(
         usage.slots_s,
         usage.busy_s,
-        trainer.stalls - (trainer.stalled_since is not None),  # one that goes on has no length yet
+        trainer.stalls
+        - (trainer.stalled_since is not None),  # one that continues has no length yet
         trainer.stalled_s,
         facts.migrated,
         facts.kv_bytes_moved,
         facts.reprefilled_tokens,
+    )
+
+
+def _phases(world: World) -> Phases:
+    facts = world.facts
+    return Phases(
+        generate=world.usage.read(world.now).generating_s,
+        train=facts.train_s,
+        publish=facts.publish_s,
+        install=facts.install_s / len(world.instances),
+        switch=facts.switch_s,
     )

@@ -10,7 +10,7 @@ from dora_rl.simulator.usage import Facts, Recorder, Usage
 
 
 class Settles(Protocol):
-    """Something that must be put in order before time goes on."""
+    """Something that must be put in order before time advances."""
 
     def settle(self) -> None:
         """Do so."""
@@ -27,5 +27,5 @@ class Surroundings:
         self.usage = Usage()
         self.facts = Facts()
         self.recorder = recorder
-        self.dirty: list[Settles] = []  # to settle before time goes on
+        self.dirty: list[Settles] = []  # to settle before time advances
         self.hangs: Callable[[Run], bool] | None = None  # draws endless environments

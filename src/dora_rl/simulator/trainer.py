@@ -8,8 +8,8 @@ devices of all instances from the switch before a step to the switch after it.
 
 from collections.abc import Callable, Iterable
 
-from dora_rl.core.commands import Delete, Publish, Train
-from dora_rl.core.events import (
+from dora_rl.core.protocol.commands import Delete, Publish, Train
+from dora_rl.core.protocol.events import (
     BatchFailed,
     BatchRejected,
     BatchTrained,
@@ -110,10 +110,12 @@ class Trainer:
         for group in command.groups:
             if group.group in self._trained_groups:
                 raise WorldError(f"group {group.group} is trained twice, again in {command.step}")
-            for name in group.trajectories:
-                job = self._jobs.get(name)
+            for trajectory_id in group.trajectories:
+                job = self._jobs.get(trajectory_id)
                 if job is None or not job.whole or job.scoring != SCORED:
-                    raise WorldError(f"trajectory {name} is trained, but it is not whole or scored")
+                    raise WorldError(
+                        f"trajectory {trajectory_id} is trained, but it is not whole or scored"
+                    )
                 total = job.total
                 tokens += total
                 pairs += 0.5 * total * (total + 1)
@@ -123,8 +125,11 @@ class Trainer:
         command, start, tokens = argument
         step, now = command.step, self._clock.now
         self._busy = None
+        switch_s = self._around.costs.switch_time() if self._params.colocated else 0.0
+        self._around.facts.switch_s += switch_s  # the one before the step
+        self._around.facts.train_s += now - start - switch_s
         if self._params.colocated:
-            self._clock.after(self._around.costs.switch_time(), self._take_devices, False)
+            self._clock.after(switch_s, self._return_devices, switch_s)
         failure = self._faults.params.failed_train
         if self._faults.strikes(now, "failed_train", failure, f"step {step}"):
             self._report(BatchFailed(step, "trainer_failed"))
@@ -139,11 +144,15 @@ class Trainer:
         for group in command.groups:
             self._trained_groups.add(group.group)
             first = group.group * self._group_size
-            for name in range(first, first + self._group_size):
-                self._jobs.pop(name, None)
+            for trajectory_id in range(first, first + self._group_size):
+                self._jobs.pop(trajectory_id, None)
         self._around.facts.trained_tokens += tokens
         self._span("train", start, step, self._around.facts.train_spans)
         self._report(BatchTrained(step))
+
+    def _return_devices(self, switch_s: float) -> None:
+        self._around.facts.switch_s += switch_s
+        self._take_devices(False)
 
     def publish(self, command: Publish) -> None:
         version = command.version
@@ -168,6 +177,7 @@ class Trainer:
         version, start = argument
         self._publishing = None
         now, failure = self._clock.now, self._faults.params.failed_publication
+        self._around.facts.publish_s += now - start
         if self._faults.strikes(now, "failed_publication", failure, f"version {version}"):
             self._report(PublicationFailed(version, "store_failed"))
             return

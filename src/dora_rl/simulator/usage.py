@@ -10,12 +10,14 @@ from typing import NamedTuple, Protocol
 
 
 class UsageReading(NamedTuple):
-    """The integrals at one moment, in slot-seconds; subtract two for a window."""
+    """The integrals at one moment, in slot-seconds but for the last; subtract two for a window."""
 
     time: float
     slots_s: float
     busy_s: float
     suspended_s: float
+    generating_s: float = 0.0
+    """Plain seconds, in which any slot was busy."""
 
     def since(self, start: "UsageReading") -> "UsageReading":
         """What went by between `start` and this reading."""
@@ -30,7 +32,16 @@ class UsageReading(NamedTuple):
 class Usage:
     """Slots of live instances, and how many of them are busy, integrated over time."""
 
-    __slots__ = ("_at", "_busy_s", "_slots_s", "_suspended_s", "busy", "slots", "suspended")
+    __slots__ = (
+        "_at",
+        "_busy_s",
+        "_generating_s",
+        "_slots_s",
+        "_suspended_s",
+        "busy",
+        "slots",
+        "suspended",
+    )
 
     def __init__(self) -> None:
         self.slots = 0
@@ -40,6 +51,7 @@ class Usage:
         self._slots_s = 0.0
         self._busy_s = 0.0
         self._suspended_s = 0.0
+        self._generating_s = 0.0
 
     def change(self, now: float, busy: int = 0, slots: int = 0) -> None:
         """From `now` on, so many more (or fewer) are busy, or there."""
@@ -56,7 +68,7 @@ class Usage:
     def read(self, now: float) -> UsageReading:
         """The integrals up to `now`."""
         self._settle(now)
-        return UsageReading(now, self._slots_s, self._busy_s, self._suspended_s)
+        return UsageReading(now, self._slots_s, self._busy_s, self._suspended_s, self._generating_s)
 
     def _settle(self, now: float) -> None:
         passed = now - self._at
@@ -66,6 +78,8 @@ class Usage:
         else:
             self._slots_s += passed * self.slots
             self._busy_s += passed * self.busy
+            if self.busy:
+                self._generating_s += passed
 
 
 class Span(NamedTuple):
@@ -86,6 +100,7 @@ class Facts:
         "cancelled_tokens",
         "failed_migrations",
         "generated_tokens",
+        "install_s",
         "installs",
         "kv_bytes_moved",
         "migrated",
@@ -93,9 +108,12 @@ class Facts:
         "parked",
         "preemptions",
         "prefilled_tokens",
+        "publish_s",
         "publish_spans",
         "reprefilled_tokens",
         "shared_tokens",
+        "switch_s",
+        "train_s",
         "train_spans",
         "trained_tokens",
     )
@@ -107,13 +125,17 @@ class Facts:
         self.reprefilled_tokens = 0  # of them, computed before: prefixes, moves, new weights
         self.shared_tokens = 0  # prompt tokens that a sibling had prefilled already
         self.trained_tokens = 0  # prompts and observations included
-        self.preemptions = 0  # runs that a full KV memory sent to the host
+        self.preemptions = 0  # runs that a full KV memory sent to host memory
         self.parked = 0  # runs parked by command
         self.installs = 0
         self.migrations = 0
         self.migrated = 0  # trajectories in them
         self.failed_migrations = 0
         self.kv_bytes_moved = 0.0
+        self.train_s = 0.0  # failed steps included, switches not
+        self.publish_s = 0.0
+        self.install_s = 0.0  # summed over instances
+        self.switch_s = 0.0  # of colocated devices, both ways
         self.train_spans: list[Span] = []
         self.publish_spans: list[Span] = []
 

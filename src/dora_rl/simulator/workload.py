@@ -43,6 +43,7 @@ class Workload(Parameters):
     response_tokens: Distribution = Field(
         default=LogNormal(mean=2400, sigma=1.0, max=30_000),
         description="tokens generated in each turn, at least 1",
+        json_schema_extra={"elsewhere": "rollout.max_tokens"},
     )
     turns: Distribution = Field(
         default=Constant(value=1), description="turns of a trajectory, at least 1"

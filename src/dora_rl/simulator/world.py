@@ -2,7 +2,7 @@
 
     commands = orchestrator.handle(now, event)
 
-Everything of one instant is done before time goes on: events are handed over in the order
+Everything of one instant is done before time advances: events are handed over in the order
 in which they came, every command is performed, then the engines that were touched are settled.
 Observers see each event with its commands. The world checks what it is told and raises
 `WorldError` on what no real engine could do; it takes no decision of its own. A run is a pure
@@ -15,11 +15,12 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any, NamedTuple, Protocol
 
-from dora_rl.core import commands as cmd
-from dora_rl.core.commands import Command
-from dora_rl.core.errors import UserError
-from dora_rl.core.events import Event, InstanceJoined, TimerFired, WeightsPublished
+from dora_rl.core.protocol import commands as cmd
+from dora_rl.core.protocol.commands import Command
+from dora_rl.core.protocol.errors import UserError
+from dora_rl.core.protocol.events import Event, InstanceJoined, WeightsPublished
 from dora_rl.simulator.clock import Clock
+from dora_rl.simulator.core_timer import CoreTimer
 from dora_rl.simulator.errors import WorldError
 from dora_rl.simulator.faults import Faults
 from dora_rl.simulator.fleet import Fleet
@@ -34,13 +35,10 @@ from dora_rl.simulator.services import Services
 from dora_rl.simulator.surroundings import Surroundings
 from dora_rl.simulator.trainer import Store, Trainer, digest_of
 from dora_rl.simulator.usage import Facts, Recorder, Usage, UsageReading
-from dora_rl.simulator.workload import Sampler
+from dora_rl.simulator.workload import Sampler, Workload
 
 Observer = Callable[[float, Event, Sequence[Command]], None]
 Progress = Callable[[float, int], None]
-
-# A core that wants its timer at once, over and over, would stop time for ever.
-RINGS_PER_INSTANT = 10_000
 
 # Progress is also shown between train steps, after so many actions of the clock.
 PROGRESS_EVERY = 1 << 15
@@ -88,20 +86,14 @@ class World:
         self._observers: list[Observer] = []
         self._inbox: deque[Event] = deque()
         self._steady_version = steady_version
-        self._timer = 0
-        self._rang_at = 0.0
-        self._rings = 0
+        self._timer = CoreTimer(self.clock, self._inbox.append)
         self._begun = False
         self._suspended = False
         self._disowned: set[int] = set()  # fences that the core has given up; kept under faults
 
         costs = params.costs()
         if isinstance(sampler, Sampler):
-            _check_fits(sampler.workload.longest_tokens, costs.kv_capacity_tokens)
-            if sampler.workload.growth_per_step and groups_per_step is None:
-                raise ValueError(
-                    "growth_per_step needs groups_per_step: how many groups are a step?"
-                )
+            _check(sampler.workload, costs.kv_capacity_tokens, groups_per_step)
         self._around = around = Surroundings(self.clock, costs, recorder)
         if params.faults.endless_environment:
             around.hangs = self._environment_hangs
@@ -111,13 +103,9 @@ class World:
         self._migrations = Migrations(
             around, params, self.instances, self.faults, leases=self.network.faulty
         )
+        jobs, report = self.jobs, self.network.report
         self._placing = Placing(
-            around,
-            sampler,
-            group_size,
-            groups_per_step,
-            self.jobs,
-            remember=params.faults.any_message,
+            around, sampler, group_size, groups_per_step, jobs, remember=params.faults.any_message
         )
         self._hosting = Hosting(
             around, self.store, self.faults, self._disowned, params.carry_reprefill
@@ -126,15 +114,13 @@ class World:
             around,
             params,
             group_size,
-            self.jobs,
+            jobs,
             self.store,
             self.faults,
-            self.network.report,
+            report,
             self.fleet.take_devices,
         )
-        self._services = Services(
-            self.clock, params, seed, self.jobs, self.faults, self.network.report
-        )
+        self._services = Services(self.clock, params, seed, jobs, self.faults, report)
         self._perform = self._performers()
 
     # For whoever listens
@@ -170,7 +156,7 @@ class World:
         until_s: float | None = None,
         progress: Progress | None = None,
     ) -> Outcome:
-        """Go on until the core halts, `until_steps` are trained, or `until_s` is reached."""
+        """Continue until the core halts, `until_steps` are trained, or `until_s` is reached."""
         if not self._begun:
             self._begun = True
             self._inbox.append(WeightsPublished(0, digest_of(0)))
@@ -203,7 +189,9 @@ class World:
                 return self._outcome(True, f"{trainer.steps} steps trained")
             time = clock.next_time()
             if time is None:
-                raise WorldError("nothing is left to happen, and the core has not halted")
+                raise WorldError(
+                    "deadlock: the event queue is empty and the orchestrator has not halted"
+                )
             if time > until_s:
                 clock.now = until_s
                 return self._outcome(True, f"{until_s} s passed")
@@ -260,7 +248,7 @@ class World:
             cmd.Resume: lambda c: self._suspend(False),
             cmd.Expel: self._expel,
             cmd.Dismiss: self._dismiss,
-            cmd.SetTimer: self._set_timer,
+            cmd.SetTimer: self._timer.set,
             cmd.Halt: self._halt,
         }
 
@@ -342,24 +330,10 @@ class World:
     def _fail(self, command: cmd.Fail) -> None:
         self.jobs.pop(command.trajectory, None)
 
-    def _set_timer(self, command: cmd.SetTimer) -> None:
-        self._timer += 1
-        self.clock.at(command.at, self._ring, self._timer)
-
-    def _ring(self, timer: int) -> None:
-        if timer != self._timer:
-            return
-        if self._rang_at != self.clock.now:
-            self._rang_at, self._rings = self.clock.now, 0
-        self._rings += 1
-        if self._rings > RINGS_PER_INSTANT:
-            raise WorldError(f"the core sets its timer to {self.clock.now}, which is now, for ever")
-        self._inbox.append(TimerFired())
-
     def _halt(self, command: cmd.Halt) -> None:
         self.halted = command
 
-    # What the parts ask back
+    # Called back by fleet and engines
 
     def _on_death(self, instance: Instance) -> None:
         self._migrations.lost(instance)
@@ -370,9 +344,13 @@ class World:
         return self.faults.strikes(self.now, "endless_environment", share, subject)
 
 
-def _check_fits(longest: int, capacity: int) -> None:
+def _check(workload: Workload, capacity: int, groups_per_step: int | None) -> None:
+    """Refuse trajectories that fit into no instance, and growth over steps of unknown size."""
+    longest = workload.longest_tokens
     if longest >= capacity:
         raise UserError(
             f"the longest trajectory must fit into one instance's KV memory ({capacity} tokens): "
             f"`{longest}` tokens. Raise devices_per_instance, or shorten the workload."
         )
+    if workload.growth_per_step and groups_per_step is None:
+        raise ValueError("growth_per_step needs groups_per_step: how many groups are a step?")

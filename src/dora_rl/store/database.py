@@ -5,16 +5,20 @@ It knows SQLite and the schema, not what the rows mean.
 
 import json
 import os
+import shutil
 import sqlite3
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from dora_rl.store import schema
+from dora_rl.store.durable_files import sync_directory
 from dora_rl.store.errors import LedgerError, damaged, explained
 from dora_rl.store.schema import Position, Total
 
 _BUSY_S = 10.0  # a closing or recovering process holds the file for moments only
+_COPIES = 3  # of files that changed meanwhile
 READ, READ_ALONE, WRITE, MAKE = "mode=ro", "immutable=1", "mode=rw", "mode=rwc"
 
 
@@ -60,11 +64,46 @@ def explaining(path: Path, doing: str = "read") -> Iterator[None]:
 
 
 @contextmanager
-def connected(path: Path, mode: str) -> Iterator[sqlite3.Connection]:
-    """A connection that is closed if what is done with it here fails."""
+def copied(path: Path) -> Iterator[Path]:
+    """The file and its -wal file where we may write, as both were at one moment.
+
+    SQLite reads a -wal file only where it can make another file beside it.
+    """
+    with tempfile.TemporaryDirectory(prefix="dora-rl-") as directory:
+        copy = Path(directory) / path.name
+        try:
+            for _ in range(_COPIES):
+                before = _moment(path)
+                for ending in before:
+                    shutil.copyfile(beside(path, ending), beside(copy, ending))
+                if _moment(path) == before:
+                    break
+            else:
+                raise LedgerError(
+                    f"cannot read `{path}`: it changes while it is copied. "
+                    "Wait for the end of its run, or read it as the user who started that."
+                )
+        except OSError as error:
+            raise LedgerError(
+                f"cannot read `{path}`: no copy of it in `{directory}`, {error.strerror}. "
+                "Check its permissions, and set TMPDIR to a directory with room."
+            ) from error
+        yield copy
+
+
+def _moment(path: Path) -> dict[str, tuple[int, int, int]]:
+    """What is there, by its ending, and what tells that it has changed."""
+    there = [ending for ending in ("", "-wal") if beside(path, ending).exists()]
+    stats = {ending: beside(path, ending).stat() for ending in there}
+    return {ending: (s.st_ino, s.st_size, s.st_mtime_ns) for ending, s in stats.items()}
+
+
+@contextmanager
+def connected(path: Path, mode: str, copy: Path | None = None) -> Iterator[sqlite3.Connection]:
+    """A connection, to a copy if there is one, that is closed if what is done here fails."""
     with explaining(path, "write" if mode == MAKE else "read"):
         db = sqlite3.connect(
-            f"{path.absolute().as_uri()}?{mode}",
+            f"{(copy or path).absolute().as_uri()}?{mode}",
             uri=True,
             timeout=_BUSY_S,
             isolation_level=None,
@@ -93,7 +132,8 @@ def identify(path: Path, db: sqlite3.Connection, alone: bool = False) -> None:
     if found != schema.FORMAT:
         raise LedgerError(
             f"`{path}` has the format `{found}`: this dora-rl knows format {schema.FORMAT}. "
-            f"Use a dora-rl that knows format {found}."
+            f"Use a dora-rl that knows format {found}, or start a new run from its checkpoint: "
+            "set model.path to it."
         )
     (mode,) = db.execute("PRAGMA journal_mode").fetchone()
     tables = dict(db.execute("SELECT name, sql FROM sqlite_master"))
@@ -136,11 +176,7 @@ def make(path: Path, facts: str) -> None:
             db.execute("PRAGMA journal_mode=WAL")
             db.close()
         os.rename(partial, path)
-        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        sync_directory(path.parent)
     except OSError as error:
         raise LedgerError(
             f"cannot make `{path}`: {error.strerror}. Check the disk and the permissions."

@@ -3,7 +3,7 @@
 import sqlite3
 from pathlib import Path
 
-from dora_rl.core.errors import UserError
+from dora_rl.core.protocol.errors import UserError
 
 NO_ENTRY = (
     sqlite3.SQLITE_READONLY,

@@ -1,4 +1,4 @@
-"""The ledger of a run, `ledger.sqlite`: what became of everything, as of its last commit.
+"""The ledger of a run, `ledger.sqlite`: what a resume needs, as of its last commit.
 
 A commit is one transaction, on the disk when it returns. The caller has the journal on the disk
 before, so that after a crash the ledger's position says how much of the journal counts. With it
@@ -23,14 +23,13 @@ from dora_rl.store.schema import (
     BatchRow,
     Changes,
     CheckpointRow,
-    GroupRow,
     Position,
     PrefixRow,
     Row,
+    SnapshotRow,
     Stored,
     Table,
     Total,
-    TrajectoryRow,
     VersionRow,
 )
 
@@ -38,12 +37,11 @@ __all__ = [
     "BatchRow",
     "Changes",
     "CheckpointRow",
-    "GroupRow",
     "Ledger",
     "LedgerError",
     "Position",
     "PrefixRow",
-    "TrajectoryRow",
+    "SnapshotRow",
     "VersionRow",
 ]
 
@@ -66,7 +64,7 @@ class Ledger:
 
     @classmethod
     def create(cls, path: Path, facts: Mapping[str, Any]) -> "Ledger":
-        """A new ledger, to go on with; `facts` is JSON data that a resume will want to know."""
+        """A new ledger, to write to; `facts` is JSON data that a resume will want to know."""
         path = Path(path)
         text = _dumps(facts)
         lock = RunLock(database.lock_of(path))
@@ -82,7 +80,7 @@ class Ledger:
 
     @classmethod
     def open(cls, path: Path) -> "Ledger":
-        """To go on with a run: checked in full, and for one process at a time."""
+        """To resume a run: checked in full, and for one process at a time."""
         path = Path(path)
         database.check_file(path)
         lock = RunLock(database.lock_of(path))
@@ -104,11 +102,14 @@ class Ledger:
             return cls._reading(path)
         except LedgerError as error:
             code = getattr(error.__cause__, "sqlite_errorcode", 0) & 0xFF
-            wal = database.beside(path, "-wal")
-            if code not in NO_ENTRY or (wal.exists() and wal.stat().st_size):
+            if code not in NO_ENTRY or not os.access(path, os.R_OK):
                 raise
-        # We may not make the files that a reader shares with a writer, and there is no writer.
-        return cls._reading(path, alone=True)
+        # We may not make the files that a reader shares with a writer.
+        wal = database.beside(path, "-wal")
+        if wal.exists() and wal.stat().st_size:
+            with database.copied(path) as copy:  # open files outlast their names
+                return cls._reading(path, copy=copy)
+        return cls._reading(path, alone=True)  # there is no writer
 
     @classmethod
     def _locked(cls, path: Path, lock: RunLock) -> "Ledger":
@@ -122,8 +123,9 @@ class Ledger:
             return ledger
 
     @classmethod
-    def _reading(cls, path: Path, alone: bool = False) -> "Ledger":
-        with database.connected(path, database.READ_ALONE if alone else database.READ) as db:
+    def _reading(cls, path: Path, *, alone: bool = False, copy: Path | None = None) -> "Ledger":
+        mode = database.READ_ALONE if alone else database.READ
+        with database.connected(path, mode, copy) as db:
             db.execute("BEGIN")  # all that is read until it is closed is of one commit
             database.identify(path, db, alone)
             return cls(path, db, None)
@@ -150,17 +152,16 @@ class Ledger:
         One exception: if the disk fails while it makes sure of a commit that it has taken, a
         later `open` may find it.
         """
-        holders = [(v, json.dumps(list(names))) for v, names in changes.leases.items() if names]
         edits: list[_Edit] = [
-            (schema.GROUPS, (), changes.groups),
-            (schema.TRAJECTORIES, (), changes.trajectories),
-            (schema.BATCHES, (), changes.batches),
+            (schema.BATCHES, changes.dropped_batches, changes.batches),
             (schema.VERSIONS, (), changes.versions),
             (schema.CHECKPOINTS, changes.dropped_checkpoints, changes.checkpoints),
-            (schema.LEASES, changes.leases, holders),
             (schema.PAYLOADS, changes.dropped_payloads, changes.payloads.items()),
             (schema.PREFIXES, changes.dropped_prefixes, changes.prefixes),
         ]
+        if changes.snapshot is not None:
+            before = [row.records for row in self._rows(schema.SNAPSHOTS)]
+            edits.append((schema.SNAPSHOTS, before, [changes.snapshot]))
         self._write(edits, changes.position)
 
     def set_facts(self, facts: Mapping[str, Any]) -> None:
@@ -171,7 +172,7 @@ class Ledger:
 
     def _write(self, edits: list[_Edit], position: Position) -> None:
         if self._lock is None:
-            raise LedgerError(f"`{self.path}` was opened to read. Use Ledger.open to go on.")
+            raise LedgerError(f"`{self.path}` was opened to read. Use Ledger.open to write.")
         ready = [
             (table, sorted(set(drops)), {row[: table.keys]: row for row in map(table.sealed, puts)})
             for table, drops, puts in edits
@@ -214,12 +215,6 @@ class Ledger:
 
     # Reading
 
-    def groups(self) -> Iterator[GroupRow]:
-        return self._rows(schema.GROUPS)
-
-    def trajectories(self) -> Iterator[TrajectoryRow]:
-        return self._rows(schema.TRAJECTORIES)
-
     def batches(self, after: int = -1) -> Iterator[BatchRow]:
         """Those of the steps after this one; the first step is 0."""
         return self._rows(schema.BATCHES, None if after < 0 else after)
@@ -229,10 +224,6 @@ class Ledger:
 
     def checkpoints(self) -> Iterator[CheckpointRow]:
         return self._rows(schema.CHECKPOINTS)
-
-    def leases(self) -> dict[int, tuple[str, ...]]:
-        """The holders of each version that has any."""
-        return {row.version: tuple(json.loads(row.holders)) for row in self._rows(schema.LEASES)}
 
     def payload(self, trajectory: int) -> bytes | None:
         self._check_pages()
@@ -245,12 +236,9 @@ class Ledger:
     def prefixes(self) -> Iterator[PrefixRow]:
         return self._rows(schema.PREFIXES)
 
-    def counts(self) -> dict[str, int]:
-        """How many trajectories are in each state."""
-        counts: dict[str, int] = {}
-        for row in self._rows(schema.TRAJECTORIES):
-            counts[row.state] = counts.get(row.state, 0) + 1
-        return counts
+    def snapshot(self) -> SnapshotRow | None:
+        """The snapshot that counts, if there is one."""
+        return next(iter(list(self._rows(schema.SNAPSHOTS))), None)
 
     def _rows(self, table: Table[Row], after: int | None = None) -> Iterator[Row]:
         """In the order of their keys, each checked; at the end of a table, the table as a whole."""

@@ -1,4 +1,4 @@
-"""The lock of a run: one process at a time goes on with it. It knows nothing of what is locked."""
+"""The lock of a run: one process at a time carries it. It knows nothing of what is locked."""
 
 import fcntl
 import os

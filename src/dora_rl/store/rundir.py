@@ -3,13 +3,17 @@
     config.toml      the resolved configuration
     metrics.json     what was measured
     metrics.jsonl    the same of every train step, where there was a trainer
+    samples.jsonl    some of what was written in every train step, where there was a trainer
     trace.json       a timeline for Perfetto, where there was a trainer
     journal.jsonl    every event and the commands that answered it
-    ledger.sqlite    what became of every prompt, and what a resume needs
+    ledger.sqlite    how much of the journal counts, and what a resume needs besides
+    trajectories/    the tokens that a resume needs: the ledger names them record by record
+    snapshots/       what the core and its observers knew after some event: a resume begins there
     checkpoints/     step-N: a Hugging Face model directory each
     PARADIGM/        the same again for each paradigm, where a simulation ran several
 
-Nothing is ever overwritten. It knows files, not what stands in them.
+No run writes into the directory of another. What a resume changes is cut to what the ledger counts,
+or replaced as a whole. It knows files, not what stands in them.
 """
 
 import json
@@ -20,8 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from dora_rl.core.errors import UserError
-from dora_rl.core.journal import Written, closed
+from dora_rl.core.history.journal import Written, closed
+from dora_rl.core.protocol.errors import UserError
+from dora_rl.store.durable_files import replace_file
 from dora_rl.store.ledger import Ledger
 
 CONFIG = "config.toml"
@@ -29,7 +34,13 @@ JOURNAL = "journal.jsonl"
 LEDGER = "ledger.sqlite"
 METRICS = "metrics.json"
 METRICS_OF_STEPS = "metrics.jsonl"
+SAMPLES = "samples.jsonl"
+TRAJECTORIES = "trajectories"
+WEIGHTS = "weights"
+CHECKPOINTS = "checkpoints"
+EXCHANGE = "exchange"
 TRACE = "trace.json"
+_OWN, _SHARED = 0o700, 0o777  # but for the umask
 _STEP = "step-"  # begins the name of a checkpoint
 _LAST_LINE = 1 << 16  # bytes: a closing line is never longer
 _BUFFER = 1 << 20  # a big run writes millions of short lines
@@ -42,15 +53,21 @@ class RunDirectory:
     path: Path
 
     @classmethod
-    def create(cls, path: str | Path) -> "RunDirectory":
+    def create(cls, path: str | Path, *, shared: bool = False) -> "RunDirectory":
+        """Unless it is shared, other users of the machine can neither enter nor list it."""
         path = Path(path)
         check_free(path)
-        path.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(mode=_SHARED if shared else _OWN)
+        except FileExistsError:
+            if not shared and path.stat().st_uid == os.geteuid():
+                path.chmod(_OWN)  # else its maker has settled who may enter
         return cls(path)
 
     def section(self, name: str) -> "RunDirectory":
-        """A directory inside, for one paradigm."""
-        return RunDirectory.create(self.path / name)
+        """A directory inside, for one paradigm; who may enter this one may enter it."""
+        return RunDirectory.create(self.path / name, shared=True)
 
     def write_config(self, text: str) -> None:
         self._write(CONFIG, text)
@@ -62,24 +79,23 @@ class RunDirectory:
         self.write_bytes(name, text.encode())
 
     def write_bytes(self, name: str, data: bytes) -> None:
-        """All or nothing: a reader never sees half a file."""
-        partial = self.path / f".{name}.partial"
-        partial.write_bytes(data)
-        os.replace(partial, self.path / name)
+        """All or nothing, also after a power loss: see `durable_files`."""
+        replace_file(self.path / name, [data])
 
     @contextmanager
-    def lines(self, name: str, *, append: bool = False, again: bool = False) -> Iterator[TextIO]:
+    def lines(self, name: str, *, append: bool = False) -> Iterator[TextIO]:
         """A new file that grows by lines, buffered, never held as a whole.
 
-        One that is there is refused, unless it is to be appended to, or written again.
+        One that is there is refused, unless it is to be appended to.
         """
-        mode: Literal["a", "w", "x"] = "a" if append else "w" if again else "x"
+        mode: Literal["a", "x"] = "a" if append else "x"
         path = self.path / name
-        with open(path, mode, encoding="ascii", newline="\n", buffering=_BUFFER) as file:
+        try:
+            file = open(path, mode, encoding="ascii", newline="\n", buffering=_BUFFER)  # noqa: SIM115
+        except FileExistsError:  # another run was quicker
+            raise _not_empty(self.path) from None
+        with file:
             yield file
-
-    def rename(self, old: str, new: str) -> None:
-        os.replace(self.path / old, self.path / new)
 
     @contextmanager
     def journal(self) -> Iterator[Callable[[str], object]]:
@@ -104,8 +120,8 @@ class JournalFile:
         ledger = self.path.parent / LEDGER
         if self.path.name != JOURNAL or not ledger.is_file() or self._is_closed():
             return self.raw_lines()
-        with Ledger.read(ledger) as books:
-            position = books.position
+        with Ledger.read(ledger) as found:
+            position = found.position
         vouched = Written(position.records, position.bytes, position.sha256)
         return closed(self.raw_lines(), vouched, "the run has not ended")
 
@@ -114,9 +130,10 @@ class JournalFile:
             file.seek(max(0, self.size - _LAST_LINE))
             return file.read().rpartition(b'\n{"end":')[1] != b""
 
-    def raw_lines(self) -> Iterator[str]:
-        """Every line that is there; every byte is one character, so that no file fails here."""
+    def raw_lines(self, start: int = 0) -> Iterator[str]:
+        """Every line from a byte on; every byte is one character, so that no file fails here."""
         with open(self.path, encoding="latin-1", newline="\n", buffering=_BUFFER) as file:
+            file.seek(start)
             yield from file
 
 
@@ -141,10 +158,19 @@ def check_free(path: str | Path) -> None:
     """Refuse a path that holds something already; nothing is written."""
     path = Path(path)
     if path.is_dir():
+        if (path / LEDGER).is_file():
+            raise UserError(
+                f"not empty: `{path}` holds a run. Go on with it by --resume {path}, name a new "
+                "directory, or remove this one."
+            )
         if any(path.iterdir()):
-            raise UserError(f"not empty: `{path}`. Name a new directory, or remove this one.")
+            raise _not_empty(path)
     elif path.exists() or path.is_symlink():
         raise UserError(f"not a directory: `{path}`. Name a new directory.")
+
+
+def _not_empty(path: Path) -> UserError:
+    return UserError(f"not empty: `{path}`. Name a new directory, or remove this one.")
 
 
 def find_journals(path: str | Path) -> list[JournalFile]:

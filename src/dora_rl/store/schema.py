@@ -7,13 +7,12 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from types import NoneType
-from typing import Any, Generic, NamedTuple, TypeVar, get_args, get_type_hints
+from typing import Any, Generic, NamedTuple, TypeVar, get_type_hints
 
 import msgspec
 
 APPLICATION = 0x444F5241  # "DORA"
-FORMAT = 1
+FORMAT = 3  # 2 held tokens; 1 had a row for every group and trajectory, and no snapshots
 
 
 class Position(NamedTuple):
@@ -23,29 +22,7 @@ class Position(NamedTuple):
     bytes: int
     now: float
     sha256: str = ""
-    """Of those bytes, if whoever writes the journal keeps it."""
-
-
-class GroupRow(NamedTuple):
-    group: int
-    version: int | None
-    state: str
-    reason: str | None
-    step: int | None
-
-
-class TrajectoryRow(NamedTuple):
-    trajectory: int
-    group: int
-    version: int | None
-    digest: str | None
-    state: str
-    attempts: int
-    fence: int
-    tokens: int
-    reward: float | None
-    reason: str | None
-    step: int | None
+    """Of those bytes, if the writer of the journal keeps it."""
 
 
 class BatchRow(NamedTuple):
@@ -75,9 +52,13 @@ class PrefixRow(NamedTuple):
     content: bytes
 
 
-class LeaseRow(NamedTuple):
-    version: int
-    holders: str  # a JSON list
+class SnapshotRow(NamedTuple):
+    """The snapshot that a resume begins with; there is one at most."""
+
+    records: int
+    """The events that it has taken in."""
+    name: str
+    sha256: str
 
 
 class PayloadRow(NamedTuple):
@@ -106,18 +87,17 @@ class Changes:
     """What happened since the last commit. Rows replace those of the same key; drops go first."""
 
     position: Position
-    groups: list[GroupRow] = field(default_factory=list)
-    trajectories: list[TrajectoryRow] = field(default_factory=list)
     batches: list[BatchRow] = field(default_factory=list)
+    dropped_batches: list[int] = field(default_factory=list)
     versions: list[VersionRow] = field(default_factory=list)
     checkpoints: list[CheckpointRow] = field(default_factory=list)
     dropped_checkpoints: list[int] = field(default_factory=list)
-    leases: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    """All holders of a version now; () removes it."""
     payloads: dict[int, bytes] = field(default_factory=dict)
     dropped_payloads: set[int] = field(default_factory=set)
     prefixes: list[PrefixRow] = field(default_factory=list)
     dropped_prefixes: set[int] = field(default_factory=set)
+    snapshot: SnapshotRow | None = None
+    """In place of the one before, if it is there."""
 
 
 class Total(NamedTuple):
@@ -146,7 +126,7 @@ Stored = tuple[Any, ...]  # a row as SQLite has it: its fields, then its seal
 def _real(value: Any) -> float:
     number = float(value) + 0.0  # SQLite has no -0.0
     if number != number:
-        raise ValueError("a ledger cannot keep NaN: `nan`. Give a number, or None.")
+        raise ValueError("a ledger cannot keep NaN: `nan`. Give a number.")
     return number
 
 
@@ -163,10 +143,6 @@ _KINDS: dict[type, tuple[str, Callable[[Any], Any]]] = {
 }
 
 
-def _optional(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda value: None if value is None else convert(value)
-
-
 class Table(Generic[Row]):
     """Rows of one kind. Its columns are the fields of the row, the first `keys` its key."""
 
@@ -176,10 +152,9 @@ class Table(Generic[Row]):
         columns = []
         hints = get_type_hints(row)
         for column, hint in hints.items():
-            optional = NoneType in get_args(hint)
-            kind, convert = _KINDS[get_args(hint)[0] if optional else hint]
-            self._converters.append(_optional(convert) if optional else convert)
-            columns.append(f'"{column}" {kind}' + ("" if optional else " NOT NULL"))
+            kind, convert = _KINDS[hint]
+            self._converters.append(convert)
+            columns.append(f'"{column}" {kind} NOT NULL')
         named = [f'"{column}"' for column in hints][:keys]
         if keys == 1:
             columns[0] = f"{named[0]} INTEGER PRIMARY KEY NOT NULL"
@@ -211,19 +186,16 @@ class Table(Generic[Row]):
         return int.from_bytes(blake2b(data, digest_size=8).digest(), "big", signed=True)
 
 
-GROUPS = Table("groups", GroupRow)
-TRAJECTORIES = Table("trajectories", TrajectoryRow)
 BATCHES = Table("batches", BatchRow)
 VERSIONS = Table("versions", VersionRow)
 CHECKPOINTS = Table("checkpoints", CheckpointRow)
-LEASES = Table("leases", LeaseRow)
 PAYLOADS = Table("payloads", PayloadRow)
 PREFIXES = Table("prefixes", PrefixRow, keys=2)
+SNAPSHOTS = Table("snapshots", SnapshotRow)
 FACTS = Table("facts", FactsRow)
 HEAD = Table("head", HeadRow)  # it has the totals of the others, and none of its own
 
 TABLES: tuple[Table[Any], ...] = (
-    *(GROUPS, TRAJECTORIES, BATCHES, VERSIONS, CHECKPOINTS),
-    *(LEASES, PAYLOADS, PREFIXES, FACTS),
+    *(BATCHES, VERSIONS, CHECKPOINTS, PAYLOADS, PREFIXES, SNAPSHOTS, FACTS),
 )
 SCHEMA: Mapping[str, str] = {table.name: table.create for table in (*TABLES, HEAD)}

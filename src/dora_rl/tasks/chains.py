@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from dora_rl.core.errors import UserError
+from dora_rl.core.protocol.errors import UserError
 
 ALPHABET = "0123456789+-*=:,"  # every character of a prompt or a response
 PARTIAL_CREDIT = 0.2  # what a wrong response can reach: far less than the right answer

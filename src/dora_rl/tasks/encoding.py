@@ -94,7 +94,7 @@ class Encoder:
         if not found:
             raise TaskError(
                 "the chat template leaves out what the model said earlier: an environment cannot "
-                "go on from there. Set task.chat = never."
+                "continue from there. Set task.chat = never."
             )
         if ended:
             rest = self._without_end(rest)
@@ -103,6 +103,18 @@ class Encoder:
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of a response, without special tokens."""
         return self._tokenizer.decode(tokens)
+
+    def shown(self, tokens: Sequence[int]) -> str:
+        """Tokens as text with the special ones, for a reader."""
+        return self._tokenizer.shown(tokens)
+
+    def length(self, content: str | Sequence[dict[str, Any]]) -> int:
+        """How many tokens a prompt has."""
+        return len(self._encode(content))
+
+    def encode_text(self, text: str) -> list[int]:
+        """The tokens of a response."""
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _encode(self, content: str | Sequence[dict[str, Any]]) -> list[int]:
         system = self._settings.system

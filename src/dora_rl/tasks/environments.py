@@ -1,7 +1,7 @@
 """What an environment is, and tools as one kind of it.
 
 An environment is a class with `reset(example)` and `step(text)`, plain or async, and perhaps
-`close()`; one object of it is one session. Tool calls are read out of a policy's text as JSON
+`close()`; one object of it is one episode. Tool calls are read out of a policy's text as JSON
 and nothing else, and dispatched to functions by name. Standard library alone: workers use it.
 """
 
@@ -27,7 +27,7 @@ class Step(NamedTuple):
 
 
 class Environment(Protocol):
-    """One session."""
+    """The environment of one episode."""
 
     def reset(self, example: dict[str, Any]) -> Any:
         """The prompt's text or messages, or None to keep the row's prompt."""

@@ -1,6 +1,6 @@
 """What a task refuses."""
 
-from dora_rl.core.errors import UserError
+from dora_rl.core.protocol.errors import UserError
 
 
 class TaskError(UserError):

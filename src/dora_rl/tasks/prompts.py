@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from dora_rl.tasks.errors import TaskError
+from dora_rl.tasks.fingerprints import UNREADABLE
 from dora_rl.tasks.permutations import permute
 from dora_rl.tasks.sources import Row, Source
 
@@ -40,8 +41,11 @@ class PromptStream:
         prompt_key: str = "prompt",
         answer_key: str = "answer",
         limit: int | None = None,
+        code: Any = None,
     ) -> None:
+        """`code` is the text of what makes the rows, where they are not data."""
         self._source = source
+        self._code = code
         self._seed = seed
         self._shuffle = shuffle
         self._epochs = epochs
@@ -73,11 +77,15 @@ class PromptStream:
 
     @property
     def fingerprint(self) -> str:
-        """A digest of the data: another one means other prompts."""
+        """A digest of the data and of the code that makes it: another one, other prompts."""
+        if self._code == UNREADABLE:
+            return UNREADABLE
         if self._fingerprint is None:
             keys = json.dumps([self._prompt_key, self._answer_key])
             digest = hashlib.blake2b(keys.encode(), digest_size=16)
             digest.update(self._source.identity().encode())
+            if self._code is not None:
+                digest.update(json.dumps(self._code).encode())
             self._fingerprint = digest.hexdigest()
         return self._fingerprint
 

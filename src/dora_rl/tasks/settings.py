@@ -54,6 +54,11 @@ class TaskSettings(ConfigModel):
     system: str = ""
     chat: Literal["auto", "always", "never"] = "auto"
     """Whether the model's chat template is applied; auto: if the model has one."""
+    long_prompts: Literal["refuse", "skip"] = "refuse"
+    """Prompts that leave no room for a response; skip: the next takes its place.
+
+    An evaluation only leaves them out, and asks no prompt twice.
+    """
     observation_role: Literal["user", "tool"] = "user"
     """Who says, to a chat model, what an environment answers."""
 
@@ -66,8 +71,13 @@ class TaskSettings(ConfigModel):
     reward_memory_mb: Annotated[int, Field(ge=16)] = 1024
     """What a worker may use on top of what it has when it starts."""
     reward_network: bool = False
+    dry_run: bool = True
+    """Score a response to the first prompt before the run."""
     writable: tuple[str, ...] = ()
     """Directories that a worker may write to, besides a scratch directory of its own."""
+
+    import_path: tuple[str, ...] = ()
+    """Directories with modules, besides the working one; a TOML file's own is added if used."""
 
     eval_prompts: str | None = None
     eval_options: dict[str, Any] = Field(default_factory=dict)

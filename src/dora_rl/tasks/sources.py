@@ -10,13 +10,14 @@ import json
 import os
 import weakref
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol, TypeAlias
 
 from dora_rl.extras import require
+from dora_rl.sandbox.objects import import_object, label_of, name_of, said
 from dora_rl.tasks.errors import TaskError
-from dora_rl.tasks.names import import_object, label_of, name_of, said
+from dora_rl.tasks.fingerprints import code_of, digest
 from dora_rl.tasks.rewards import gym_dataset
 
 Row: TypeAlias = dict[str, Any]
@@ -116,8 +117,9 @@ class Rows:
         known = getattr(self._rows, "_fingerprint", None)  # a dataset of Hugging Face has one
         if isinstance(known, str):
             return f"{known}/{len(self._rows)}"
-        step = max(1, len(self._rows) // _SAMPLE)
-        return _digest([len(self._rows), *(self.row(i) for i in range(0, len(self._rows), step))])
+        listed = isinstance(self._rows, list | tuple)  # else a row may cost a read of a disk
+        step = 1 if listed else max(1, len(self._rows) // _SAMPLE)
+        return digest([len(self._rows), *(self.row(i) for i in range(0, len(self._rows), step))])
 
 
 class Function:
@@ -145,7 +147,7 @@ class Function:
 
     def identity(self) -> str:
         first = [self.row(index) for index in range(_FIRST)]
-        return _digest([name_of(self._function) or self.name, self._options, first])
+        return digest([name_of(self._function) or self.name, self._options, first])
 
 
 class Stream:
@@ -175,7 +177,7 @@ class Stream:
         return self._seen[index] if index < len(self._seen) else None
 
     def identity(self) -> str:
-        return _digest([self.row(index) for index in range(_FIRST)])
+        return digest([self.row(index) for index in range(_FIRST)])
 
 
 class Gym:
@@ -220,7 +222,7 @@ class Gym:
 
     def identity(self) -> str:
         first = [self.row(index) for index in range(min(_FIRST, self._size or _FIRST))]
-        return _digest([self._gym, self._options, first])
+        return digest([self._gym, self._options, first])
 
     def _dataset(self, chunk: int) -> Any:
         return gym_dataset(self._gym, self._chunk_seed(chunk), self._options)
@@ -239,6 +241,7 @@ def open_source(
     key: str,
     options: Mapping[str, Any],
     check: Callable[[Row, str, str], Any],
+    import_path: Sequence[str] = (),
 ) -> Source:
     """The source that a setting names, or that an object of the Python API is."""
     if isinstance(prompts, str | Path):
@@ -247,13 +250,33 @@ def open_source(
             return Gym(text.removeprefix("gym:"), seed, options)
         if text.startswith("hf:"):
             return _rows(_hugging_face(text, options), f"`{text}`", key)
-        if ":" in text and not os.path.exists(text) and not text.endswith(".jsonl"):
-            return _from_object(
-                import_object(text, "task.prompts"), f"`{text}`", seed, key, options
-            )
+        if names_code(text):
+            found = import_object(text, "task.prompts", import_path)
+            return _from_object(found, f"`{text}`", seed, key, options)
         _no_options(options, f"`{text}`")
         return JsonLines(prompts, key, check)
     return _from_object(prompts, f"the prompts ({type(prompts).__name__})", seed, key, options)
+
+
+def names_code(prompts: str) -> bool:
+    """Whether it is `module:attribute`, and no file or dataset."""
+    return (
+        ":" in prompts
+        and not prompts.startswith(("gym:", "hf:"))
+        and not prompts.endswith(".jsonl")
+        and not os.path.exists(prompts)
+    )
+
+
+def code_behind(prompts: Any, import_path: Sequence[str] = ()) -> Any:
+    """The text of the code that makes the rows; None where they are data."""
+    if isinstance(prompts, str | Path):
+        named = names_code(str(prompts))
+        return code_of(str(prompts), "task.prompts", import_path) if named else None
+    if callable(prompts) and not hasattr(prompts, "__getitem__"):
+        return code_of(prompts, "task.prompts")
+    code = getattr(prompts, "gi_code", None)  # of a generator
+    return None if code is None else code_of(code, "task.prompts")
 
 
 def _from_object(found: Any, name: str, seed: int, key: str, options: Mapping[str, Any]) -> Source:
@@ -349,8 +372,3 @@ def _json_object(line: bytes, where: str) -> Row:
     if not isinstance(row, dict):
         raise TaskError(f"{where}: not an object: `{row!r:.60}`. Write one object a line.")
     return row
-
-
-def _digest(content: Any) -> str:
-    text = json.dumps(content, sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

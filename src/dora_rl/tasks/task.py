@@ -1,32 +1,31 @@
 """Everything of a task that a run needs, opened from its settings or from Python objects."""
 
-import hashlib
-import importlib.util
-import inspect
-import json
+import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from dora_rl.samples import Trajectory
+from dora_rl.sandbox.isolation import hidden_by
+from dora_rl.sandbox.objects import label_of
+from dora_rl.sandbox.pool import Pool, PoolOptions
+from dora_rl.sandbox.protocol import UserFunction
+from dora_rl.tasks import fingerprints as fp
 from dora_rl.tasks.encoding import Encoder
+from dora_rl.tasks.environment_pool import EnvironmentPool
 from dora_rl.tasks.errors import TaskError
-from dora_rl.tasks.names import label_of, name_of
+from dora_rl.tasks.long_prompts import Fitting, WhyTooLong, problem, refusal
 from dora_rl.tasks.prompts import Prompt, PromptStream, prompt_of
-from dora_rl.tasks.settings import TaskSettings
-from dora_rl.tasks.sources import open_source
-from dora_rl.tasks.workers.isolation import hidden_by
-from dora_rl.tasks.workers.pool import Pool
-from dora_rl.tasks.workers.scores import ScoreJob, ScorePool
-from dora_rl.tasks.workers.sessions import EnvironmentPool
-from dora_rl.tasks.workers.wire import Part
+from dora_rl.tasks.scores import ScoreJob, ScorePool
+from dora_rl.tasks.settings import RewardSettings, TaskSettings
+from dora_rl.tasks.sources import Row, Source, code_behind, open_source
 
 Reward: TypeAlias = str | Callable[..., Any]
 Rewards: TypeAlias = Reward | Sequence[Reward] | Mapping[str, Reward]
-_Pool = TypeVar("_Pool", bound=Pool)
+Fitted: TypeAlias = Callable[[Source, int | None], Source]
+_Pool = TypeVar("_Pool", bound=Pool[Any])
 
 
 class Task:
@@ -39,17 +38,21 @@ class Task:
         stream: PromptStream,
         eval_stream: PromptStream | None,
         encoder: Encoder | None,
-        rewards: tuple[Part, ...],
-        environment: Part | None,
+        rewards: tuple[UserFunction, ...],
+        environment: UserFunction | None,
+        hidden: tuple[str, ...] = (),
+        why_too_long: WhyTooLong | None = None,
     ) -> None:
         self.settings = settings
+        self._why_too_long = why_too_long
+        self._hidden = hidden
         self.stream = stream
         self.eval_stream = eval_stream
         self.rewards = rewards
         self._encoder = encoder
         self._environment = environment
         self.gaps: tuple[str, ...] = ()
-        """What this system does not keep from the workers; known once some have been started."""
+        """What workers can access on this system; known once some have been started."""
 
     @classmethod
     def open(
@@ -62,13 +65,20 @@ class Task:
         prompts: Any = None,
         environment: str | Callable[..., Any] | None = None,
         eval_prompts: Any = None,
+        hidden: Sequence[Path] = (),
+        why_too_long: WhyTooLong | None = None,
     ) -> "Task":
         """Open what the settings name; an object given here stands in for a name.
 
-        Without a model directory there is no encoder.
+        Without a model directory there is no encoder. `hidden` are directories that rewards and
+        environments are not to see, as far as the system can keep them from it. Prompts that
+        are too long are refused or left out; those that an environment makes are
+        checked by `encode_opening`.
         """
-        settings = settings.model_copy(update={"writable": _directories(settings.writable)})
-        rewards = reward_parts(settings.reward if reward is None else reward)
+        unseen = tuple(os.path.realpath(path) for path in hidden)
+        writable = _directories(settings.writable, unseen)
+        settings = settings.model_copy(update={"writable": writable})
+        rewards = reward_functions(settings.reward if reward is None else reward)
         environment = settings.environment if environment is None else environment
         if not rewards and environment is None:
             raise TaskError(
@@ -78,25 +88,24 @@ class Task:
             raise TaskError(
                 "task.prompts is missing. Name a JSONL file, or pass --set task.prompts=…"
             )
-        stream = _stream(
-            settings, settings.prompts if prompts is None else prompts, settings.options, seed
-        )
-        evaluate = settings.eval_prompts if eval_prompts is None else eval_prompts
-        once = settings.model_copy(update={"shuffle": False, "epochs": 1})
-        eval_stream = (
-            None
-            if evaluate is None
-            else _stream(once, evaluate, settings.eval_options, seed, settings.eval_size)
-        )
+        encoder = None if model_directory is None else Encoder(model_directory, settings)
+        fitted: Fitted | None = None
+        if encoder is not None and why_too_long is not None and environment is None:
+            fitted = functools.partial(
+                _fitted, settings=settings, encoder=encoder, why_too_long=why_too_long
+            )
+        source = settings.prompts if prompts is None else prompts
         return cls(
             settings,
-            stream=stream,
-            eval_stream=eval_stream,
-            encoder=None if model_directory is None else Encoder(model_directory, settings),
+            stream=_stream(settings, source, settings.options, seed, fitted=fitted),
+            eval_stream=_eval_stream(settings, eval_prompts, seed, fitted),
+            encoder=encoder,
             rewards=rewards,
             environment=None
             if environment is None
-            else Part(name=label_of(environment), function=environment),
+            else UserFunction(name=label_of(environment), function=environment),
+            hidden=unseen,
+            why_too_long=why_too_long,
         )
 
     @property
@@ -108,6 +117,18 @@ class Task:
     @property
     def has_environment(self) -> bool:
         return self._environment is not None
+
+    def encode_opening(self, prompt: Prompt, observation: Any) -> tuple[int, ...]:
+        """The tokens of a prompt that an environment has begun with `observation`.
+
+        One that is too long ends the run, unless it is to be left out: the engine refuses it.
+        """
+        tokens = tuple(self.encoder.encode(prompt, observation))
+        if self._why_too_long is not None and self.settings.long_prompts == "refuse":
+            found = problem(self._why_too_long, len(tokens))
+            if found is not None:
+                raise refusal(f"the environment of prompt {prompt.position}", found)
+        return tokens
 
     def job(self, prompt: Prompt, response: str, trajectory: Trajectory | None = None) -> ScoreJob:
         """What the rewards are to judge."""
@@ -123,22 +144,24 @@ class Task:
         """Workers for the rewards; the caller closes them."""
         if not self.rewards:
             raise TaskError("task.reward is missing: the rewards are the environment's.")
-        return self._started(ScorePool(self.rewards, **self._limits))
+        return self._started(ScorePool(self.rewards, **self._pool_options))
 
     def environment_pool(self) -> EnvironmentPool:
         """Workers for the environment; the caller closes them."""
         if self._environment is None:
             raise TaskError("task.environment is missing. Name a class: module:Class.")
-        return self._started(EnvironmentPool(self._environment, **self._limits))
+        return self._started(EnvironmentPool(self._environment, **self._pool_options))
 
     @property
-    def _limits(self) -> dict[str, Any]:
+    def _pool_options(self) -> PoolOptions:
         return {
             "workers": self.settings.reward_workers,
             "timeout_s": self.settings.reward_timeout_s,
             "memory_mb": self.settings.reward_memory_mb,
             "network": self.settings.reward_network,
             "writable": self.settings.writable,
+            "hidden": self._hidden,
+            "import_path": tuple(map(os.path.abspath, self.settings.import_path)),
         }
 
     def _started(self, pool: _Pool) -> _Pool:
@@ -151,48 +174,65 @@ class Task:
 
         Of a reward or an environment: its name, its options, and the file that it stands in. As
         they were when they were first asked for: what a resume accepts is what it then records.
+        What cannot be read is `UNREADABLE`.
         """
         environment = [] if self._environment is None else [self._environment]
+        more = self.settings.import_path
+        streams = [s.fingerprint for s in (self.stream, self.eval_stream) if s is not None]
+        prompts: Any = streams if len(streams) > 1 else streams[0]
         return {
-            "prompts": _digest(self.stream.fingerprint),
-            "tokenizer": _digest(None if self._encoder is None else self._encoder.fingerprint),
-            "reward": _digest([_described(part) for part in self.rewards]),
-            "environment": _digest([_described(part) for part in environment]),
+            "prompts": fp.UNREADABLE if fp.UNREADABLE in streams else fp.digest(prompts),
+            "tokenizer": fp.digest(None if self._encoder is None else self._encoder.fingerprint),
+            "reward": fp.of_functions(self.rewards, "task.reward", more),
+            "environment": fp.of_functions(environment, "task.environment", more),
         }
 
 
-def reward_parts(reward: Any) -> tuple[Part, ...]:
-    """Rewards in any form that settings or the Python API have them, as parts with names."""
+def reward_functions(reward: Any) -> tuple[UserFunction, ...]:
+    """Rewards in any form that settings or the Python API have them, as functions with names."""
     if reward is None:
         return ()
     if isinstance(reward, Mapping):
-        return tuple(Part(name=name, function=function) for name, function in reward.items())
+        return tuple(
+            UserFunction(name=name, function=function) for name, function in reward.items()
+        )
     if isinstance(reward, str) or callable(reward):
         reward = [reward]
-    parts = []
+    if not isinstance(reward, Iterable):
+        raise _no_reward(reward)
+    functions = []
     for entry in reward:
-        if isinstance(entry, Part):
-            parts.append(entry)
+        if isinstance(entry, UserFunction):
+            functions.append(entry)
         elif isinstance(entry, str) or callable(entry):
-            parts.append(Part(name=label_of(entry), function=entry))
+            functions.append(UserFunction(name=label_of(entry), function=entry))
+        elif not isinstance(entry, RewardSettings):
+            raise _no_reward(entry)
         else:
             function = entry.function or entry.name
-            parts.append(
-                Part(
+            functions.append(
+                UserFunction(
                     name=entry.name or label_of(function),
                     function=function,
                     weight=entry.weight,
                     options=entry.options,
                 )
             )
-    names = [part.name for part in parts]
+    names = [function.name for function in functions]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise TaskError(f"task.reward has two of one name: `{twice}`. Give each a name of its own.")
-    return tuple(parts)
+    return tuple(functions)
 
 
-def _directories(names: Sequence[str]) -> tuple[str, ...]:
+def _no_reward(found: Any) -> TaskError:
+    return TaskError(
+        f"task.reward must be a function, its name, or several of them: `{found!r:.60}`. "
+        "Give what scores a response."
+    )
+
+
+def _directories(names: Sequence[str], unseen: tuple[str, ...]) -> tuple[str, ...]:
     """Where workers may write, by names that mean the same to them and to a resume."""
     for name in names:
         if not os.path.isdir(name):
@@ -200,11 +240,11 @@ def _directories(names: Sequence[str]) -> tuple[str, ...]:
                 f"task.writable must name directories that exist: `{name}` is none. "
                 "Make it, or leave it out."
             )
-        place = hidden_by(os.path.realpath(name))
+        place = hidden_by(os.path.realpath(name), unseen)
         if place is not None:
             raise TaskError(
                 f"task.writable must name directories that workers see: `{name}` is in `{place}`, "
-                "which is kept from them. Name one elsewhere."
+                "which is hidden from them. Name one elsewhere."
             )
     return tuple(os.path.realpath(name) for name in names)
 
@@ -215,40 +255,58 @@ def _stream(
     options: Mapping[str, Any],
     seed: int,
     limit: int | None = None,
+    *,
+    fitted: Fitted | None = None,
 ) -> PromptStream:
     source = open_source(
-        prompts, seed=seed, key=settings.prompt_key, options=options, check=prompt_of
+        prompts,
+        seed=seed,
+        key=settings.prompt_key,
+        options=options,
+        check=prompt_of,
+        import_path=settings.import_path,
     )
     return PromptStream(
-        source,
+        source if fitted is None else fitted(source, limit),
         seed=seed,
         shuffle=settings.shuffle,
         epochs=settings.epochs,
         prompt_key=settings.prompt_key,
         answer_key=settings.answer_key,
         limit=limit,
+        code=code_behind(prompts, settings.import_path),
     )
 
 
-def _described(part: Part) -> list[Any]:
-    function = part.function
-    shown = function if isinstance(function, str) else name_of(function) or part.name
-    return [part.name, shown, part.weight, part.options, _source(function)]
-
-
-def _source(function: Any) -> str | None:
-    """The text of the file that a function stands in, where there is one; nothing is imported."""
-    if isinstance(function, str):
-        with suppress(ImportError, ValueError):
-            spec = importlib.util.find_spec(function.partition(":")[0])
-            if spec is not None and spec.origin is not None and spec.origin.endswith(".py"):
-                return Path(spec.origin).read_text(encoding="utf-8", errors="replace")
+def _eval_stream(
+    settings: TaskSettings, prompts: Any, seed: int, fitted: Fitted | None
+) -> PromptStream | None:
+    """The prompts of evaluations, once and in order; None if neither names any."""
+    found = settings.eval_prompts if prompts is None else prompts
+    if found is None:
         return None
-    with suppress(OSError, TypeError):
-        return inspect.getsource(function)
-    return None
+    once = settings.model_copy(update={"shuffle": False, "epochs": 1})
+    return _stream(once, found, settings.eval_options, seed, settings.eval_size, fitted=fitted)
 
 
-def _digest(content: Any) -> str:
-    text = json.dumps(content, sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+def _fitted(
+    source: Source,
+    limit: int | None,
+    settings: TaskSettings,
+    encoder: Encoder,
+    why_too_long: WhyTooLong,
+) -> Source:
+    """The source without prompts that leave no room for a response.
+
+    The first rows are checked; with a limit, as for an evaluation, those that will be read.
+    """
+
+    def problem_of(row: Row) -> str | None:
+        content = prompt_of(row, settings.prompt_key, source.name)
+        return problem(why_too_long, encoder.length(content))
+
+    fitting = Fitting(source, problem_of, skip=settings.long_prompts == "skip")
+    if limit is not None:
+        return fitting.first(limit)
+    fitting.check()
+    return fitting

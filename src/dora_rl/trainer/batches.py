@@ -2,7 +2,8 @@
 
 Flat means one entry a response token (`_T`), sequences one after another. A micro-batch is
 padded on the right: under causal attention no real token sees what stands after it, so no mask
-is needed. The last token of a sequence is only predicted, never read.
+is needed. Packed instead, its sequences stand in one row, and their lengths keep them apart. The
+last token of a sequence is only predicted, never read.
 """
 
 import math
@@ -14,7 +15,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from dora_rl.core.types import TrajectoryId, Version
+from dora_rl.core.protocol.types import TrajectoryId, Version
 from dora_rl.samples import Sample, Trajectory
 from dora_rl.trainer.errors import StepRejected
 
@@ -53,7 +54,7 @@ class Batch:
         return tuple(sample.trajectory.group for sample in self.samples)
 
     def ids(self, rows: Sequence[int]) -> tuple[TrajectoryId, ...]:
-        return tuple(self.samples[row].trajectory.trajectory for row in rows)
+        return tuple(self.samples[row].trajectory.id for row in rows)
 
     def flat(self, rows: Sequence[int]) -> Tensor:
         """Where the tokens of these rows are in the flat layout."""
@@ -80,32 +81,38 @@ class MicroBatch:
     flat_T: Tensor  # the same tokens in the flat layout of the batch
     sampled_T: Tensor | None  # which of them were sampled; None: all
     padding: int
+    lengths: tuple[int, ...] | None = None  # of the sequences of a packed row; None: not packed
 
 
-def collate(batch: Batch, rows: tuple[int, ...]) -> MicroBatch:
-    """The micro-batch of these rows."""
+def collate(batch: Batch, rows: tuple[int, ...], *, packed: bool = False) -> MicroBatch:
+    """The micro-batch of these rows, padded to the longest or packed into one."""
     if not rows:
         none = torch.empty(0, dtype=torch.int64)
         return MicroBatch((), torch.zeros(1, 1, dtype=torch.int64), none, none, none, None, 1)
-    width = max(batch.lengths[row] for row in rows)
-    input_BT = torch.zeros(len(rows), width, dtype=torch.int64)
+    lengths = tuple(batch.lengths[row] for row in rows)
+    width = max(lengths)
+    begins = (
+        list(accumulate(lengths[:-1], initial=0)) if packed else range(0, len(rows) * width, width)
+    )
+    flat_input = torch.zeros(sum(lengths) if packed else len(rows) * width, dtype=torch.int64)
     positions, targets = [], []
-    for place, row in enumerate(rows):
+    for begin, row in zip(begins, rows, strict=True):
         tokens, prompt = batch.tokens[row], batch.prompts[row]
-        input_BT[place, : len(tokens) - 1] = tokens[:-1]
-        start = place * width + prompt - 1
+        flat_input[begin : begin + len(tokens) - 1] = tokens[:-1]
+        start = begin + prompt - 1
         positions.append(torch.arange(start, start + batch.responses[row]))
         targets.append(tokens[prompt:])
     flat_T = batch.flat(rows)
     mask_T = batch.mask_T[flat_T]
     return MicroBatch(
         rows=rows,
-        input_BT=input_BT,
+        input_BT=flat_input.view(1 if packed else len(rows), -1),
         positions_T=torch.cat(positions),
         targets_T=torch.cat(targets),
         flat_T=flat_T,
         sampled_T=None if bool(mask_T.all()) else mask_T.nonzero().squeeze(1),
-        padding=input_BT.numel() - sum(batch.lengths[row] for row in rows),
+        padding=flat_input.numel() - sum(lengths),
+        lengths=lengths if packed else None,
     )
 
 
@@ -113,25 +120,34 @@ def make_batch(samples: Sequence[Sample], *, vocab_size: int) -> Batch:
     """The batch of a step; a sample that makes no sense rejects the step and is named."""
     if not samples:
         raise StepRejected("the batch is empty. A step needs at least one sample.", ())
-    ordered = tuple(sorted(samples, key=lambda sample: sample.trajectory.trajectory))
+    ordered = tuple(sorted(samples, key=lambda sample: sample.trajectory.id))
     for sample in ordered:
         _check(sample, vocab_size)
-    ids = [sample.trajectory.trajectory for sample in ordered]
+    ids = [sample.trajectory.id for sample in ordered]
     for left, right in pairwise(ids):
         if left == right:
             raise StepRejected(f"trajectory `{left}` is twice in the batch.", [left])
-    trajectories = [sample.trajectory for sample in ordered]
+    return lay_out(ordered)
+
+
+def lay_out(samples: tuple[Sample, ...]) -> Batch:
+    """Samples that were checked and are in order, as tensors; there may be none."""
+    trajectories = [sample.trajectory for sample in samples]
     responses = tuple(len(t.tokens) for t in trajectories)
     return Batch(
-        samples=ordered,
+        samples=samples,
         tokens=tuple(torch.tensor(t.prompt + t.tokens) for t in trajectories),
         prompts=tuple(len(t.prompt) for t in trajectories),
         responses=responses,
-        starts=tuple(accumulate(responses[:-1], initial=0)),
-        mask_T=torch.cat([_mask(t) for t in trajectories]),
-        rollout_logprobs_T=torch.cat([torch.tensor(t.logprobs) for t in trajectories]),
-        version_T=torch.cat([_versions(t) for t in trajectories]),
+        starts=tuple(accumulate(responses[:-1], initial=0))[: len(responses)],
+        mask_T=_joined([_mask(t) for t in trajectories], torch.bool),
+        rollout_logprobs_T=_joined([torch.tensor(t.logprobs) for t in trajectories], torch.float32),
+        version_T=_joined([_versions(t) for t in trajectories], torch.int64),
     )
+
+
+def _joined(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
 
 
 def _mask(trajectory: Trajectory) -> Tensor:
@@ -166,7 +182,7 @@ def _check(sample: Sample, vocab_size: int) -> None:
     trajectory = sample.trajectory
     problem = _problem(sample, vocab_size)
     if problem:
-        name = trajectory.trajectory
+        name = trajectory.id
         raise StepRejected(f"trajectory `{name}` cannot be trained: {problem}.", [name])
 
 

@@ -65,12 +65,33 @@ def microbatches(rows: Sequence[int], lengths: Sequence[int], token_budget: int)
     return batches
 
 
-def plan(
-    rows: Sequence[int], lengths: Sequence[int], token_budget: int, ranks: int
-) -> list[list[Rows]]:
-    """The micro-batches of each rank, equally many; the missing ones are empty."""
-    per_rank = [
-        microbatches(share, lengths, token_budget) for share in shares(rows, lengths, ranks)
-    ]
-    most = max(map(len, per_rank))
-    return [mine + [()] * (most - len(mine)) for mine in per_rank]
+def packs(rows: Sequence[int], lengths: Sequence[int], token_budget: int) -> list[Rows]:
+    """Rows whose tokens stand one after another, without padding, within the budget.
+
+    The longest first, each into the first pack with room. A row that is longer than the budget is
+    alone.
+    """
+    found: list[list[int]] = []
+    left: list[int] = []
+    for row in sorted(rows, key=lambda row: (-lengths[row], row)):
+        place = next((i for i, room in enumerate(left) if lengths[row] <= room), None)
+        if place is None:
+            found.append([row])
+            left.append(token_budget - lengths[row])
+        else:
+            found[place].append(row)
+            left[place] -= lengths[row]
+    return [tuple(pack) for pack in found]
+
+
+def assign(minibatches: Sequence[Rows], lengths: Sequence[int], ranks: int) -> list[int]:
+    """The rank of each row: every mini-batch is dealt out in nearly equal tokens.
+
+    Rank 0 has the longest row of each mini-batch, and so always something to do.
+    """
+    rank_of = [0] * sum(map(len, minibatches))
+    for minibatch in minibatches:
+        for rank, rows in enumerate(shares(minibatch, lengths, ranks)):
+            for row in rows:
+                rank_of[row] = rank
+    return rank_of

@@ -22,15 +22,15 @@ from torch import Tensor
 
 from dora_rl.trainer.errors import CheckpointError
 from dora_rl.trainer.progress import nothing
+from dora_rl.transports.weights.shared_directory import MAX_FILE_BYTES, open_version
 from dora_rl.weights import checks, disk
 from dora_rl.weights.errors import WeightsError
-from dora_rl.weights.files import encode_head
+from dora_rl.weights.header import encode_head
 from dora_rl.weights.huggingface import map_model
-from dora_rl.weights.store import MAX_FILE_BYTES, open_version
 from dora_rl.weights.tensors import bytes_of, dtype_name, ready
+from dora_rl.weights.version_writer import check_tensors, shards, write_version
 from dora_rl.weights.versions import hidden, path_of
 from dora_rl.weights.versions import sweep as sweep_hidden
-from dora_rl.weights.writing import check_tensors, split, write_version
 
 FORMAT = 2
 _STATE = "state.json"
@@ -102,7 +102,7 @@ def _write_all(
     """All files, each synced, and the directories that name them."""
     disk.make_directory(partial)
     files = {}
-    for name, data in _rest(Path(source), weights):
+    for name, data in _copied_files(Path(source), weights):
         files[name] = _write_bytes(partial / name, data)
     files |= _write_weights(partial, weights, max_file_bytes)
     trainer = partial / _TRAINER
@@ -114,8 +114,8 @@ def _write_all(
     disk.sync_directory(partial)
 
 
-def _rest(source: Path, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, bytes]]:
-    """Configuration and tokenizer."""
+def _copied_files(source: Path, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, bytes]]:
+    """Configuration and tokenizer, by name, with their content."""
     with _copying(source):
         names = disk.names(source)
     for name in names:
@@ -154,16 +154,12 @@ def _write_weights(
 ) -> dict[str, str]:
     """The policy in as many files as it needs; their digests."""
     check_tensors(weights)
-    shards = split(weights, max_file_bytes)
     files: dict[str, str] = {}
     weight_map: dict[str, str] = {}
-    for number, names in enumerate(shards, start=1):
-        file = "model.safetensors"
-        if len(shards) > 1:
-            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        weight_map |= dict.fromkeys(names, file)
-        files[file] = _write_tensors(directory / file, {name: weights[name] for name in names})
-    if len(shards) > 1:
+    for file, shard in shards(weights, max_file_bytes).items():
+        weight_map |= dict.fromkeys(shard, file)
+        files[file] = _write_tensors(directory / file, shard)
+    if len(files) > 1:
         size = sum(tensor.nbytes for tensor in weights.values())
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"

@@ -1,9 +1,12 @@
-"""What the trainer refuses. After each of these, weights, optimizer and step are as before."""
+"""What the trainer refuses: after a `UserError` or `StepRejected` all is as before.
+
+After `FollowerDied` or `GroupBroken` the trainer must be opened anew.
+"""
 
 from collections.abc import Iterable
 
-from dora_rl.core.errors import DoraError, UserError
-from dora_rl.core.types import TrajectoryId
+from dora_rl.core.protocol.errors import DoraError, UserError
+from dora_rl.core.protocol.types import TrajectoryId
 
 
 class TrainerError(UserError):
@@ -16,6 +19,13 @@ class CheckpointError(UserError):
 
 class FollowerDied(DoraError):
     """A process of the data-parallel group is gone; the trainer must be opened anew."""
+
+
+class GroupBroken(DoraError):
+    """The leader failed where its followers did not: their next collectives would not match.
+
+    No `UserError`, whatever the cause: no request can be served until the trainer is opened anew.
+    """
 
 
 class StepRejected(DoraError):

@@ -4,7 +4,8 @@ Master weights are float32. Parameters go by the names that the model's own chec
 a tied one appears once, so that what is published is what an engine expects.
 """
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,17 +13,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from dora_rl import extras
+from dora_rl.machine.fast_paths import portable
 from dora_rl.models import cpu
 from dora_rl.models.errors import ModelError
 from dora_rl.trainer.logprobs import token_logprobs
 from dora_rl.trainer.settings import Dtype, TrainSettings
+from dora_rl.trainer.sharding import local, shard_of
 from dora_rl.weights.huggingface import map_model
 from dora_rl.weights.tensors import digests, weights_digest
 
 VALUE_HEAD = "value_head."
+_VARLEN = "flash_attention_2"
+_CPU = torch.device("cpu")
 _HEAD_TOLERANCE = 1e-3  # of logits of size 1: float32 twice in another order
 
 
@@ -40,15 +45,14 @@ class Policy(nn.Module):
         self._chunk = train.logprob_chunk
         assert train.dtype != "auto", "whoever plans the run chooses"
         self._bf16 = train.dtype is Dtype.BFLOAT16
+        config = getattr(model, "config", None)
+        self.packs = getattr(config, "_attn_implementation", None) == _VARLEN
+        """Whether its attention takes sequences of any length in one row, without padding."""
 
-    def add_value_head(self, seed: int) -> None:
+    def add_value_head(self) -> None:
+        """Sets `value_head`, on the meta device: `load` gives it memory and values."""
         size = self.model.get_output_embeddings().weight.shape[1]
-        head = nn.Linear(size, 1)
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            head.weight.normal_(0.0, 1 / (size + 1), generator=generator)
-            head.bias.zero_()
-        self.value_head = head.to(self.model.get_output_embeddings().weight.device)
+        self.value_head = nn.Linear(size, 1, device="meta")
 
     @property
     def vocab_size(self) -> int:
@@ -59,11 +63,22 @@ class Policy(nn.Module):
         return next(self.parameters()).device
 
     def forward(
-        self, input_BT: Tensor, positions_T: Tensor, targets_T: Tensor, sampled_T: Tensor | None
+        self,
+        input_BT: Tensor,
+        positions_T: Tensor,
+        targets_T: Tensor,
+        sampled_T: Tensor | None,
+        lengths: Sequence[int] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Log-probabilities and entropies (0 where nothing was sampled), and values."""
+        """Log-probabilities and entropies (0 where nothing was sampled), and values.
+
+        With `lengths`, the one row of `input_BT` holds sequences of these lengths.
+        """
+        apart = {} if lengths is None else _apart(lengths, input_BT.device)
         with torch.autocast(input_BT.device.type, torch.bfloat16, enabled=self._bf16):
-            hidden = self.model.base_model(input_ids=input_BT, use_cache=False).last_hidden_state
+            hidden = self.model.base_model(
+                input_ids=input_BT, use_cache=False, **apart
+            ).last_hidden_state
         hidden_TD = hidden.flatten(0, 1).index_select(0, positions_T)
         if self._bf16:
             hidden_TD = hidden_TD.bfloat16()
@@ -79,6 +94,16 @@ class Policy(nn.Module):
         logprobs_T = nothing_T.index_copy(0, sampled_T, logprobs)
         return logprobs_T, nothing_T.index_copy(0, sampled_T, entropy), values_T
 
+    def both_logits(self, input_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits as the model computes them, and as its head alone does.
+
+        In float32 where its attention can.
+        """
+        with torch.autocast(input_BT.device.type, torch.bfloat16, enabled=self.packs):
+            theirs = self.model(input_ids=input_BT, use_cache=False).logits
+            hidden = self.model.base_model(input_ids=input_BT, use_cache=False).last_hidden_state
+            return theirs.float(), self.model.get_output_embeddings()(hidden).float()
+
     def _score(self, hidden_MD: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor]:
         head = self.model.get_output_embeddings()
         return token_logprobs(
@@ -89,6 +114,49 @@ class Policy(nn.Module):
             chunk=self._chunk,
             bias_V=getattr(head, "bias", None),
         )
+
+
+def _apart(lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
+    """What keeps the sequences of a packed row apart, in the words of transformers.
+
+    Positions alone do for a mask; the varlen kernel is told the lengths, for it does not recognise
+    sequences of one token.
+    """
+    sizes = torch.tensor(lengths, device=device)
+    ends = torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).to(torch.int32)
+    begins = torch.repeat_interleave(ends[:-1], sizes)
+    longest = max(lengths)
+    return {
+        "position_ids": (torch.arange(sum(lengths), device=device) - begins)[None],
+        "cu_seq_lens_q": ends,
+        "cu_seq_lens_k": ends,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+def attention(device: torch.device, train: TrainSettings, kind: type) -> str:
+    """The attention of transformers that is used: a varlen kernel where there is one.
+
+    That is FlashAttention 2, on CUDA and in bfloat16, for a `kind` of model that says that it
+    supports it. Untested so far: no machine of ours has a GPU. `make test-gpu` compares it with
+    the other one. `DORA_RL_PORTABLE=1` leaves it alone.
+    """
+    if device.type != "cuda" or train.dtype is not Dtype.BFLOAT16 or portable():
+        return "sdpa"
+    from transformers.utils.import_utils import is_flash_attn_2_available
+
+    supported = getattr(kind, "_supports_flash_attn", False)
+    return _VARLEN if supported and is_flash_attn_2_available() else "sdpa"
+
+
+def _kind(config: Any) -> type:
+    """The class that transformers make a model of this configuration with."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), object)
+    kind: type = found[0] if isinstance(found, (list, tuple)) else found
+    return kind
 
 
 @dataclass(frozen=True)
@@ -103,34 +171,62 @@ class Source:
         return weights_digest(self.tensors, digests(self.tensors))
 
 
-def load(directory: Path, train: TrainSettings, temperature: float) -> tuple[Policy, Source]:
-    """The policy in float32, and where it came from. Safetensors only; no code of the model's."""
+def load(
+    directory: Path,
+    train: TrainSettings,
+    temperature: float,
+    device: torch.device = _CPU,
+    *,
+    value_head_seed: int | None = None,
+    shard: Callable[[Policy], None] = lambda policy: None,
+) -> tuple[Policy, Source]:
+    """The policy in float32 on `device`, and where it came from.
+
+    It is described first, without memory (the meta device); `shard` may then give each process
+    its part; memory is taken for that part alone, and only its rows are read from the files.
+    With a `value_head_seed` it has a value head. Safetensors only; no code of the model's.
+    """
     directory = Path(directory)
     extras.require("dora-rl train", "engine", "train")
     cpu.guard()
     if not (directory / "config.json").is_file():
         raise ModelError(f"no config.json in `{directory}`. Give a Hugging Face model directory.")
     tensors = map_model(directory)
-    model = _load(directory, train)
+    model = _described(directory, train, device)
     policy = Policy(model, train, temperature)
+    source = Source(directory, tensors, _names(policy, model, tensors, directory))
+    weights = {name: tensors[saved] for name, saved in source.names.items()}
+    if value_head_seed is not None:
+        policy.add_value_head()
+        weights |= _value_head_weights(policy, value_head_seed)
+    shard(policy)
+    _materialise(policy, device, weights)
     _check_head(policy, directory)
-    return policy, Source(directory, tensors, _names(policy, model, tensors, directory))
+    return policy, source
 
 
-def _load(directory: Path, train: TrainSettings) -> Any:
-    from transformers import AutoModelForCausalLM
+def _described(directory: Path, train: TrainSettings, device: torch.device) -> Any:
+    """The model of this configuration on the meta device: shapes and code, no weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            directory,
-            dtype=torch.float32,
-            attn_implementation="sdpa",
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
+        config: Any = AutoConfig.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
         )
+        if getattr(config, "quantization_config", None) is not None:
+            raise ValueError("its weights are quantised. Give the model before quantisation.")
+        kernel = attention(device, train, _kind(config))
+        if kernel == _VARLEN:  # its backward pass adds up in any order, unless it is asked not to
+            os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config,
+                dtype=torch.float32,
+                attn_implementation=kernel,
+                trust_remote_code=False,
+            )
     except (OSError, ValueError, KeyError) as error:
         why = " ".join(str(error).split())[:300]
         raise ModelError(f"transformers cannot load `{directory}`: {why}") from error
@@ -144,9 +240,28 @@ def _load(directory: Path, train: TrainSettings) -> Any:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     # transformers checkpoints activations in the training mode alone.
     model.train(train.activation_checkpointing)
-    if torch.cuda.is_available():
-        model.cuda()
     return model.requires_grad_(True)
+
+
+def _value_head_weights(policy: Policy, seed: int) -> dict[str, Tensor]:
+    """A function of the seed alone, whatever the device or the number of processes."""
+    size = policy.model.get_output_embeddings().weight.shape[1]
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.empty(1, size).normal_(0.0, 1 / (size + 1), generator=generator)
+    return {f"{VALUE_HEAD}weight": weight, f"{VALUE_HEAD}bias": torch.zeros(1)}
+
+
+@torch.no_grad()
+def _materialise(policy: Policy, device: torch.device, weights: Mapping[str, Tensor]) -> None:
+    """Memory for what this process has of the policy, and its values."""
+    policy.to_empty(device=device)
+    policy.model.tie_weights(recompute_mapping=False)  # new memory was given to each name
+    for parameter in policy.parameters():
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+    # What files never hold, such as the frequencies of rotary embeddings.
+    policy.model.initialize_weights()
+    for name, parameter in policy.named_parameters():
+        local(parameter).copy_(shard_of(weights[name], parameter))
 
 
 def _names(
@@ -164,45 +279,49 @@ def _names(
                 "shape. Such models cannot be published; save the model in a plain form."
             )
         names[name] = saved
+    _refuse_rest(policy, names, tensors, directory)
     return names
+
+
+def _refuse_rest(
+    policy: Policy, names: Mapping[str, str], tensors: Mapping[str, Tensor], directory: Path
+) -> None:
+    """What the files hold of the model beside its parameters would be lost without a word.
+
+    That is a buffer (one that no file ever holds is not saved, and is computed), or a tensor that
+    the configuration ties to another although they differ.
+    """
+    prefix = f"{policy.model.base_model_prefix}."
+    first = {id(parameter): names[name] for name, parameter in policy.named_parameters()}
+    state = policy.state_dict(keep_vars=True)  # with what is tied, without what is never saved
+    for name, tensor in state.items():
+        own = name.removeprefix("model.")
+        saved = own if own in tensors else own.removeprefix(prefix)
+        if saved not in tensors:
+            continue
+        if id(tensor) not in first:
+            raise ModelError(
+                f"`{saved}` in the files of `{directory}` is a buffer, which is neither trained "
+                "nor published. Use another model."
+            )
+        tied = first[id(tensor)]
+        if tied != saved and not torch.equal(tensors[tied], tensors[saved]):
+            raise ModelError(
+                f"`{saved}` and `{tied}` differ in the files of `{directory}`, whose config.json "
+                "ties them. Set tie_word_embeddings to false there, or save the model anew."
+            )
 
 
 @torch.no_grad()
 def _check_head(policy: Policy, directory: Path) -> None:
     """Some models scale or cap their logits: then the head alone is not what they compute."""
     tokens = torch.arange(4, device=policy.device)[None] % policy.vocab_size
-    bf16, policy._bf16 = policy._bf16, False
-    try:
-        theirs = policy.model(input_ids=tokens, use_cache=False).logits[0].float()
-        hidden = policy.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[0]
-        ours = policy.model.get_output_embeddings()(hidden)
-    finally:
-        policy._bf16 = bf16
+    theirs, ours = policy.both_logits(tokens)
     if not torch.allclose(ours, theirs, rtol=_HEAD_TOLERANCE, atol=_HEAD_TOLERANCE):
         raise ModelError(
             f"the model in `{directory}` changes its logits after the output layer (caps or "
             "scales them), which the trainer does not do. Use another model."
         )
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def full(tensor: Tensor) -> Tensor:
-    """The whole of a tensor; every process of the group must ask."""
-    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def part_of(value: Tensor, like: Tensor) -> Tensor:
-    """The part of a whole tensor that this process has of `like`."""
-    if not isinstance(like, DTensor):
-        return value
-    whole = value.to(like.device, like.dtype)
-    mesh, placements = like.device_mesh, like.placements
-    return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
 
 
 @contextmanager
@@ -222,7 +341,7 @@ def other_weights(
             if isinstance(parameter, DTensor):
                 mine = local(parameter)
                 own.append((parameter, mine.clone()))
-                mine.copy_(part_of(other, parameter))
+                mine.copy_(shard_of(other, parameter))
             else:
                 own.append((parameter, parameter.data))
                 parameter.data = other.to(parameter.device, torch.float32)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from dora_rl.trainer.errors import CheckpointError, TrainerError
-from dora_rl.trainer.model import full, local, part_of
 from dora_rl.trainer.settings import Schedule, TrainSettings
+from dora_rl.trainer.sharding import full, local, shard_of
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -92,7 +92,11 @@ class Optimizer:
                     yield f"{moment}.{name}", self._adam.state[parameter][moment]
 
     def load(self, state: Mapping[str, Tensor], count: int) -> None:
-        """Go on from what `state` returned; what does not fit is refused, and changes nothing."""
+        """Continue from what `state` returned; refuses what does not fit, changing nothing."""
+        self.prepare(state, count)()
+
+    def prepare(self, state: Mapping[str, Tensor], count: int) -> Callable[[], None]:
+        """Check and copy what `state` returned; the result makes it the optimizer's own."""
         loaded: dict[Tensor, dict[str, Tensor]] = {}
         for name, parameter in self._parameters.items():
             if not any(f"{moment}.{name}" in state for moment in _MOMENTS):
@@ -106,12 +110,16 @@ class Optimizer:
                         f"`{list(parameter.shape)}`. Restore an earlier checkpoint."
                     )
                 entry[moment] = torch.zeros_like(parameter, requires_grad=False)
-                local(entry[moment]).copy_(part_of(value, parameter))
+                local(entry[moment]).copy_(shard_of(value, parameter))
             loaded[parameter] = entry
-        self.clear()
-        self._adam.state.clear()
-        self._adam.state.update(loaded)
-        self.count = count
+
+        def accept() -> None:
+            self.clear()
+            self._adam.state.clear()
+            self._adam.state.update(loaded)
+            self.count = count
+
+        return accept
 
     def snapshot(self) -> Callable[[], None]:
         """A function that brings weights and moments back to what they are now."""

@@ -3,7 +3,8 @@
 All of them are asked the same in the same order, for most of it needs the whole group.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,32 +14,38 @@ from torch import Tensor
 
 from dora_rl.algorithms.algorithm import Algorithm
 from dora_rl.algorithms.settings import AlgorithmSettings
+from dora_rl.core.protocol.errors import UserError
 from dora_rl.samples import Sample
 from dora_rl.trainer import checkpoint
 from dora_rl.trainer.batches import Batch, make_batch
 from dora_rl.trainer.errors import CheckpointError
-from dora_rl.trainer.model import VALUE_HEAD, full, load, local, part_of
+from dora_rl.trainer.model import VALUE_HEAD, load
 from dora_rl.trainer.optimizer import Optimizer
 from dora_rl.trainer.progress import Progress
 from dora_rl.trainer.report import StepReport
 from dora_rl.trainer.settings import Schedule, TrainSettings
-from dora_rl.trainer.snapshot import MASTER, Facts, Snapshot, copied, facts_of
+from dora_rl.trainer.sharding import gathered, local, shard_of
+from dora_rl.trainer.shares import Deal, Share, deal
+from dora_rl.trainer.snapshot import MASTER, Facts, Snapshot, facts_of
 from dora_rl.trainer.step import Stepper
 from dora_rl.trainer.world import World
+from dora_rl.transports.weights.shared_directory import WeightStore
 from dora_rl.weights.checks import shown
-from dora_rl.weights.store import WeightStore
 
-# These change how a step is computed, not what: a checkpoint may go on with others.
+# These change how a step is computed, not what: a checkpoint may continue with others.
 _FREE = {
     "activation_checkpointing",
+    "device",
     "logprob_chunk",
     "processes",
+    "rendezvous",
     "threads",
     "token_budget",
 }
+_REFUSED = -1  # instead of the step of a checkpoint
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
     """All that a process needs to know to open its replica."""
 
     model: str
@@ -66,22 +73,35 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return facts
 
 
+@dataclass(frozen=True)
+class _Restored:
+    """What one process has read of a checkpoint, and checked; nothing is changed yet."""
+
+    facts: Facts
+    accept_moments: Callable[[], None]
+    masters: dict[str, Tensor]
+
+
 class Replica:
     """Policy, optimizer and step of one process."""
 
-    def __init__(self, plan: Plan, world: World) -> None:
-        train = plan.train_settings()
+    def __init__(self, settings: ReplicaSettings, world: World) -> None:
+        train = settings.train_settings()
         if train.threads is not None:
             torch.set_num_threads(train.threads)
-        algorithm = Algorithm(plan.algorithm_settings(), max_tokens=plan.max_tokens)
-        self.plan, self.train = plan, train
-        self.policy, self.source = load(Path(plan.model), train, plan.temperature)
+        algorithm = Algorithm(settings.algorithm_settings(), max_tokens=settings.max_tokens)
+        self.settings, self.train = settings, train
+        self.policy, self.source = load(
+            Path(settings.model),
+            train,
+            settings.temperature,
+            world.device,
+            value_head_seed=settings.seed if algorithm.needs_values else None,
+            shard=world.shard,
+        )
         self.vocab_size = self.policy.vocab_size
-        if algorithm.needs_values:
-            self.policy.add_value_head(plan.seed)
-        world.shard(self.policy)
         self._parameters = dict(self.policy.named_parameters())
-        self._optimizer = Optimizer(self._parameters, train, plan.total_steps, world.total)
+        self._optimizer = Optimizer(self._parameters, train, settings.total_steps, world.total)
         self.progress = Progress()
         self._stepper = Stepper(
             self.policy,
@@ -89,32 +109,51 @@ class Replica:
             self._optimizer,
             algorithm,
             train,
-            WeightStore(Path(plan.store)),
+            WeightStore(Path(settings.store)),
             world,
-            plan.total_steps,
+            settings.total_steps,
             self.progress,
         )
         self.step = 0  # steps taken: also the version of these weights
         self.report: StepReport | None = None  # of the last step
-        self._leads = world.rank == 0
+        self._world = world
         self._digest: str | None = None
 
     def batch(self, samples: tuple[Sample, ...]) -> Batch:
         return make_batch(samples, vocab_size=self.vocab_size)
 
-    def take(self, batch: Batch) -> StepReport:
+    def deal(self, batch: Batch) -> Deal:
+        """The batch of a step, and the share of each process."""
+        return deal(batch, self.train.minibatches, self._world.size)
+
+    def take(self, dealt: Deal) -> StepReport:
+        """The leader's part of a step."""
+        report = self._take(dealt.shares[0], dealt)
+        assert report is not None
+        return report
+
+    def follow(self, share: Share) -> None:
+        """A follower's part of a step."""
+        self._take(share, None)
+
+    def _take(self, share: Share, dealt: Deal | None) -> StepReport | None:
         with self.progress.deferred():
-            report = self._stepper.take(self.step, batch)
+            report = self._stepper.take(self.step, share, dealt)
             self.step += 1
             self.report = report
         return report
 
     def published(self) -> dict[str, Tensor]:
-        """The weights by the names of the checkpoint, whole, in the dtype of publication."""
+        """The weights by the names of the checkpoint, whole, in the dtype of publication.
+
+        The leader's, on the CPU; the other processes give it their parts, and get nothing.
+        """
         weights = {}
         with self.progress.deferred():
             for name, parameter in self._named():
-                weights[name] = full(parameter).to(self._dtype(name))
+                whole = gathered(parameter, self._dtype(name), copy=False)
+                if whole is not None:
+                    weights[name] = whole
                 self.progress()
         return weights
 
@@ -137,7 +176,7 @@ class Replica:
             weights = self._copies(self._named())
             state = self._copies(self._optimizer.moments())
             state |= self._copies((f"{MASTER}{name}", head) for name, head in heads)
-        if not self._leads:
+        if self._world.rank:
             return None
         step, updates, report = self.step, self._optimizer.count, self.report
 
@@ -146,7 +185,7 @@ class Replica:
                 step=step,
                 updates=updates,
                 model=self.model_digest(),
-                settings=self.plan.facts(),
+                settings=self.settings.facts(),
                 report=report,
             )
 
@@ -156,30 +195,54 @@ class Replica:
     def _copies(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         copies = {}
         for name, tensor in tensors:
-            copy = copied(tensor)
-            if self._leads:  # no other process has room for all of them
-                copies[name] = copy
+            whole = gathered(tensor, copy=True)
+            if whole is not None:
+                copies[name] = whole
             self.progress()
         return copies
 
     def restore(self, directory: Path) -> None:
-        """Everything is read and checked before anything is changed."""
+        """Continue from a checkpoint that every process has read and checked.
+
+        A `UserError` is raised in all processes of the group or in none; then nothing is changed
+        in any of them.
+        """
         directory = Path(directory)
+        restored, refused = None, None
+        try:
+            restored = self._read(directory)
+        except UserError as error:
+            refused = error
+        agreed = self._world.agree(_REFUSED if restored is None else restored.facts.step)
+        if refused is not None:
+            raise refused
+        assert restored is not None
+        if not agreed:
+            raise CheckpointError(
+                f"another training process cannot restore `{directory}`, or finds another step "
+                f"there than {restored.facts.step}; its reason is on stderr. Every process must "
+                "see the same files under this path."
+            )
+        with self.progress.deferred(), torch.no_grad():
+            restored.accept_moments()
+            self.progress()
+            for name, parameter in self._parameters.items():
+                local(parameter).copy_(restored.masters[name])
+                self.progress()
+            self._stepper.forget()
+            self.step = restored.facts.step
+            self.report = restored.facts.report
+
+    def _read(self, directory: Path) -> _Restored:
         found = checkpoint.read(directory, self.progress)
         facts = facts_of(found)
         self._refuse_others(directory, facts)
         state = found.state_tensors()
         self.progress()
         masters = self._masters(directory, found.weights(), state)
-        with self.progress.deferred(), torch.no_grad():
-            self._optimizer.load(state, facts.updates)
-            self.progress()
-            for name, parameter in self._parameters.items():
-                local(parameter).copy_(masters[name])
-                self.progress()
-            self._stepper.forget()
-            self.step = facts.step
-            self.report = facts.report
+        with torch.no_grad():
+            accept = self._optimizer.prepare(state, facts.updates)
+        return _Restored(facts, accept, masters)
 
     def _masters(
         self, directory: Path, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]
@@ -197,7 +260,7 @@ class Replica:
                     f"`{directory}` has no float32 weights `{saved or name}` of the shape "
                     f"`{list(parameter.shape)}`. Restore an earlier checkpoint."
                 )
-            masters[name] = part_of(tensor, parameter)
+            masters[name] = shard_of(tensor, parameter)
         return masters
 
     def model_digest(self) -> str:
@@ -213,7 +276,7 @@ class Replica:
                 f"digest `{facts.model}`, those of `{self.source.directory}` have "
                 f"`{self.model_digest()}`. Name the model that the run began with."
             )
-        mine, theirs = self.plan.facts(), facts.settings
+        mine, theirs = self.settings.facts(), facts.settings
         # Through JSON, as the checkpoint's own: tuples have become lists.
         mine = msgspec.json.decode(msgspec.json.encode(mine))
         changed = [k for k in sorted(mine.keys() | theirs.keys()) if mine.get(k) != theirs.get(k)]

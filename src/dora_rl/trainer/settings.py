@@ -1,11 +1,13 @@
 """What a user may set of training. Nothing here needs torch."""
 
+import re
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from dora_rl.config import ConfigModel
+from dora_rl.trainer.rendezvous import Address
 
 
 class Schedule(StrEnum):
@@ -26,6 +28,54 @@ class Behaviour(StrEnum):
     RECOMPUTE = "recompute"  # from the weights of the version that sampled, by the trainer
 
 
+AUTO, CPU = "auto", "cpu"
+_DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9][0-9]{0,3}))?")
+
+
+def _device(name: str) -> str:
+    if not _DEVICE.fullmatch(name):
+        raise ValueError(
+            f"device must be `auto`, `cpu`, `cuda` or `cuda:N`: `{name}`. "
+            "Use `auto` for a GPU where there is one."
+        )
+    return name
+
+
+def _rendezvous(text: str) -> str:
+    try:
+        Address.parse(text)
+    except ValueError:
+        raise ValueError(
+            f"rendezvous must be HOST:PORT: `{text}`. Use 127.0.0.1:0 for a free port of this "
+            "machine."
+        ) from None
+    return text
+
+
+DeviceName = Annotated[str, AfterValidator(_device)]
+"""`auto` (a GPU where torch has one, else the CPU), `cpu`, `cuda` or `cuda:N`."""
+
+
+def refusal(device: str, processes: int, gpus: int) -> str | None:
+    """Why `train.device` cannot be had by so many processes of a machine with so many GPUs.
+
+    None if it can: on the CPU always, by `auto` also without any GPU.
+    """
+    if device == CPU or (device == AUTO and gpus == 0):
+        return None
+    there = f"torch has {gpus or 'no'} GPU{'s' * (gpus != 1)} here"
+    _, _, number = device.partition(":")
+    if gpus == 0 or (number and int(number) >= gpus):
+        lower = f", or `cuda:0` to `cuda:{gpus - 1}`" if gpus else ""
+        return f"train.device is not there: `{device}`; {there}. Use `auto` or `cpu`{lower}."
+    if processes > gpus:
+        return (
+            f"train.processes is more than there are GPUs: `{processes}`; {there}, and each "
+            f'process needs its own. Lower it, or set train.device = "cpu".'
+        )
+    return None
+
+
 class TrainSettings(ConfigModel):
     """`[train]`: the optimizer, and how a batch goes through the model."""
 
@@ -44,7 +94,12 @@ class TrainSettings(ConfigModel):
         default=0.0, ge=0, description="of matrices; norms and biases never decay"
     )
     max_grad_norm: float = Field(default=1.0, gt=0, description="global norm, clipped above")
-    minibatches: int = Field(default=1, ge=1, description="optimizer updates in a step, at most")
+    minibatches: int = Field(
+        default=1,
+        ge=1,
+        description="optimizer updates in a step, at most",
+        json_schema_extra={"elsewhere": "cluster.updates_per_step"},
+    )
     token_budget: int = Field(
         default=2048, ge=1, description="tokens of one forward pass, padding included"
     )
@@ -65,7 +120,15 @@ class TrainSettings(ConfigModel):
     behaviour: Behaviour = Field(
         default=Behaviour.ENGINE, description="where old log-probabilities come from"
     )
-    processes: int = Field(default=1, ge=1, le=1024, description="data parallel, this machine's")
+    device: DeviceName = Field(
+        default=AUTO, description="`auto`: a GPU where torch has one, else the CPU"
+    )
+    processes: int = Field(default=1, ge=1, le=1024, description="data parallel")
+    rendezvous: Annotated[str, AfterValidator(_rendezvous)] | None = Field(
+        default=None,
+        description="HOST:PORT at which they meet; else loopback and a free port. Only those on "
+        "loopback are started by the trainer",
+    )
     threads: int | None = Field(
         default=None, ge=1, le=4096, description="of torch in each process; else a fair share"
     )
@@ -75,4 +138,9 @@ class TrainSettings(ConfigModel):
         if not all(0 <= beta < 1 for beta in self.betas):
             shown = ", ".join(map(str, self.betas))
             raise ValueError(f"betas must be in [0, 1): `{shown}`. AdamW's own are 0.9, 0.999.")
+        if self.processes > 1 and ":" in self.device:
+            raise ValueError(
+                f"device is one GPU for {self.processes} processes: `{self.device}`. "
+                "Use `cuda`, which gives each its own, or processes = 1."
+            )
         return self

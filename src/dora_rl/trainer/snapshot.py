@@ -1,4 +1,4 @@
-"""What a checkpoint holds, in memory of its own, so that training goes on while it is written."""
+"""What a checkpoint holds, in memory of its own, so that training continues while it is written."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,11 +8,9 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from dora_rl.trainer import checkpoint
 from dora_rl.trainer.errors import CheckpointError
-from dora_rl.trainer.model import full
 from dora_rl.trainer.report import StepReport
 
 MASTER = "master."  # of float32 weights, where those that are published say less
@@ -49,13 +47,6 @@ class Snapshot:
         }
         facts = msgspec.to_builtins(self.facts())
         checkpoint.write(directory, self.source, weights, self.state | masters, facts)
-
-
-def copied(tensor: Tensor) -> Tensor:
-    """The whole of a tensor in memory of its own; every process of the group must ask."""
-    if isinstance(tensor, DTensor):
-        return full(tensor).cpu()  # gathered: nobody else has it
-    return tensor.detach().to("cpu", copy=True)
 
 
 def facts_of(found: checkpoint.Checkpoint) -> Facts:

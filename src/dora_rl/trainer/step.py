@@ -1,12 +1,12 @@
 """One train step: what is known of the batch beforehand, then a few optimizer updates.
 
-Every process of the group runs this with the whole batch, and takes its share of the passes
-through the model. Sums over the processes make all of them decide alike.
+Every process of the group runs this with its share of the batch; the leader has the whole of it
+too, for what needs every sibling. Sums over the processes make all of them decide alike.
 """
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dora_rl.algorithms.algorithm import Algorithm, Responses, Targets, Tokens, summarise
-from dora_rl.core.types import Version
+from dora_rl.core.protocol.types import Version
 from dora_rl.trainer import buckets
 from dora_rl.trainer.batches import Batch, MicroBatch, collate
 from dora_rl.trainer.errors import StepRejected
@@ -22,19 +22,11 @@ from dora_rl.trainer.model import Policy, Source, other_weights
 from dora_rl.trainer.optimizer import Optimizer, learning_rate
 from dora_rl.trainer.report import StepReport
 from dora_rl.trainer.settings import Behaviour, TrainSettings
+from dora_rl.trainer.shares import Aims, Deal, Scores, Share, aims, padded
 from dora_rl.trainer.world import World
-from dora_rl.weights.store import LoadedWeights, WeightStore
+from dora_rl.transports.weights.shared_directory import LoadedWeights, WeightStore
 
 _WIDTH = 64  # numbers that processes add up for a report; an algorithm has a dozen
-
-
-@dataclass
-class Scores:
-    """What is known of the batch before the first update, in the flat layout."""
-
-    old_logprobs_T: Tensor
-    reference_logprobs_T: Tensor | None
-    values_T: Tensor | None
 
 
 @dataclass
@@ -87,20 +79,25 @@ class Stepper:
         self._progress = progress
         self._versions: dict[Version, LoadedWeights] = {}
 
-    def take(self, step: int, batch: Batch) -> StepReport:
-        """Train on the batch; whatever goes wrong, weights and optimizer are as before."""
+    def take(self, step: int, share: Share, dealt: Deal | None) -> StepReport | None:
+        """Train on the batch; whatever goes wrong, weights and optimizer are as before.
+
+        Each process gives its share; the leader also the whole batch, and gets the report.
+        """
         begun = time.perf_counter()
         tally = Tally()
-        scores = self._score_batch(batch, tally)
-        targets = self._targets(batch, scores)
-        parts = buckets.minibatches(batch.groups, batch.lengths, self._train.minibatches)
+        mine = dealt.batch if dealt is not None and self._world.size == 1 else share.batch()
+        scores = self._score_batch(mine, share.versions, tally)
+        aim = aims(self._world, share, dealt, scores, self._aims)
         # One update alone is refused before it is applied: there is nothing to go back to.
-        undo = self.optimizer.snapshot() if len(parts) > 1 else None
+        undo = self.optimizer.snapshot() if share.num_minibatches > 1 else None
         losses, norms = [], []
         try:
-            for number, rows in enumerate(parts):
+            for number in range(share.num_minibatches):
                 first = step if number == 0 else None
-                loss, norm = self._minibatch(batch, rows, scores, targets, tally, first)
+                rows = share.rows(number)
+                loss, norm = self._minibatch(mine, rows, scores, aim, tally, first)
+                _check_finite(loss, norm, dealt, number)
                 losses.append(loss)
                 norms.append(norm)
                 self._progress()
@@ -111,10 +108,13 @@ class Stepper:
             if undo is not None:
                 undo()
             raise
+        tallied = self._tallied(tally, share.num_minibatches)
+        if dealt is None:
+            return None
         metrics = {
-            **targets.metrics,
-            **self._tallied(tally, len(parts)),
-            **_about(batch, step),
+            **aim.targets.metrics,
+            **tallied,
+            **_about(dealt.batch, step),
             "loss": sum(losses) / len(losses),
             "grad_norm": sum(norms) / len(norms),
             "learning_rate": learning_rate(self._train, step, self._total_steps),
@@ -122,9 +122,9 @@ class Stepper:
         return StepReport(
             step=step,
             seconds=time.perf_counter() - begun,
-            tokens=batch.num_tokens,
-            sampled_tokens=int(batch.mask_T.sum()),
-            updates=len(parts),
+            tokens=dealt.batch.num_tokens,
+            sampled_tokens=int(dealt.batch.mask_T.sum()),
+            updates=share.num_minibatches,
             metrics={name: float(value) for name, value in metrics.items()},
         )
 
@@ -134,13 +134,11 @@ class Stepper:
 
     # Before the first update
 
-    def _score_batch(self, batch: Batch, tally: Tally) -> Scores:
+    def _score_batch(self, batch: Batch, versions: Sequence[Version], tally: Tally) -> Scores:
         old_T, values_T, reference_T = batch.rollout_logprobs_T, None, None
         if self._train.behaviour is Behaviour.RECOMPUTE:
-            old_T = self._recompute(batch)
+            old_T = self._recompute(batch, versions)
             tally.add_gap((old_T - batch.rollout_logprobs_T)[batch.mask_T].abs())
-            if self._world.rank:
-                tally.gap_sum, tally.gap_count = 0.0, 0  # every process has all of it
         if self._algorithm.needs_values:
             _, values_T = self._pass(batch)
         if self._algorithm.needs_reference:
@@ -148,12 +146,15 @@ class Stepper:
                 reference_T, _ = self._pass(batch)
         return Scores(old_T, reference_T, values_T)
 
-    def _recompute(self, batch: Batch) -> Tensor:
-        """Exact log-probabilities of each token by the version that sampled it."""
-        kept = {v: self._versions[v] for v in batch.versions if v in self._versions}
+    def _recompute(self, batch: Batch, versions: Sequence[Version]) -> Tensor:
+        """Exact log-probabilities of each token by the version that sampled it.
+
+        `versions` are those of all processes, which go through the model together.
+        """
+        kept = {v: self._versions[v] for v in versions if v in self._versions}
         self._versions = kept  # those that no sample needs any more are let go
         old_T = torch.zeros_like(batch.rollout_logprobs_T)
-        for version in batch.versions:
+        for version in versions:
             if version not in kept:
                 kept[version] = self._store.load(version)
                 self._progress()
@@ -184,10 +185,17 @@ class Stepper:
             if values is not None:
                 values_T[micro.flat_T] = values
             self._progress()
-        self._world.total(logprobs_T)
-        if self.policy.value_head is None:
-            return logprobs_T, None
-        return logprobs_T, self._world.total(values_T)
+        return logprobs_T, None if self.policy.value_head is None else values_T
+
+    def _aims(self, dealt: Deal, scores: Scores) -> Aims:
+        """What the whole batch is trained towards; a mini-batch has its own weights."""
+        batch = dealt.batch
+        targets = self._targets(batch, scores)
+        weights_T = torch.zeros_like(scores.old_logprobs_T)
+        for rows in dealt.minibatches:
+            flat_T, mask_T = batch.flat(rows), targets.mask_T
+            weights_T[flat_T] = self._algorithm.weights(mask_T[flat_T], batch.sequence(rows))
+        return Aims(targets, weights_T)
 
     def _targets(self, batch: Batch, scores: Scores) -> Targets:
         rows = range(len(batch.samples))
@@ -195,7 +203,6 @@ class Stepper:
             Responses(
                 rewards_N=torch.tensor([s.reward for s in batch.samples], dtype=torch.float32),
                 group_N=torch.tensor(batch.groups),
-                lengths_N=torch.tensor([s.trajectory.num_sampled for s in batch.samples]),
                 truncated_N=torch.tensor([s.trajectory.truncated for s in batch.samples]),
                 sequence_T=batch.sequence(rows),
                 mask_T=batch.mask_T,
@@ -212,15 +219,13 @@ class Stepper:
         batch: Batch,
         rows: buckets.Rows,
         scores: Scores,
-        targets: Targets,
+        aim: Aims,
         tally: Tally,
         first: int | None,
     ) -> tuple[float, float]:
-        """Gradients of one mini-batch: its loss and their norm. `first` is the step, before
-        any update of it: then the weights still are those of that version."""
-        flat_T = batch.flat(rows)
-        weights_T = torch.zeros_like(scores.old_logprobs_T)
-        weights_T[flat_T] = self._algorithm.weights(targets.mask_T[flat_T], batch.sequence(rows))
+        """Gradients of one mini-batch, of which this process has these rows: its loss and their
+        norm. `first` is the step, before any update of it: then the weights still are those of
+        that version."""
         micros = list(self._mine(batch, rows))
         loss = torch.zeros(())
         for number, micro in enumerate(micros):
@@ -232,8 +237,8 @@ class Stepper:
                         logprobs_T=logprobs_T,
                         entropy_T=entropy_T,
                         values_T=values_T,
-                        weights_T=weights_T[micro.flat_T],
-                        **_known(batch, micro, scores, targets),
+                        weights_T=aim.weights_T[micro.flat_T],
+                        **_known(batch, micro, scores, aim.targets),
                     )
                 )
                 tally.add(sums, micro)
@@ -246,21 +251,15 @@ class Stepper:
             part.backward()  # type: ignore[no-untyped-call]
             loss += part.detach()
             self._progress()
-        loss_sum = float(self._world.total(loss))
-        norm = self.optimizer.grad_norm()
-        for name, value in (("loss", loss_sum), ("gradient norm", norm)):
-            if not math.isfinite(value):
-                raise StepRejected(
-                    f"the {name} of a mini-batch is not finite: `{value}`. Nothing was changed; "
-                    "train without these trajectories, or with a smaller learning rate.",
-                    batch.ids(rows),
-                )
-        return loss_sum, norm
+        return float(self._world.total(loss)), self.optimizer.grad_norm()
 
     def _mine(self, batch: Batch, rows: buckets.Rows) -> Iterator[MicroBatch]:
-        """This process's micro-batches of these rows; every process has equally many."""
-        planned = buckets.plan(rows, batch.lengths, self._train.token_budget, self._world.size)
-        return (collate(batch, part) for part in planned[self._world.rank])
+        """These rows in micro-batches; every process has equally many, some of them empty."""
+        packed = self.policy.packs
+        together = buckets.packs if packed else buckets.microbatches
+        calls = together(rows, batch.lengths, self._train.token_budget)
+        count = int(self._world.largest(torch.tensor(len(calls))))
+        return (collate(batch, part, packed=packed) for part in padded(calls, count))
 
     def _forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
         device = self.policy.device
@@ -270,6 +269,7 @@ class Stepper:
             micro.positions_T.to(device),
             micro.targets_T.to(device),
             sampled_T,
+            micro.lengths,
         )
         # The loss is a few numbers a token: the CPU has them all.
         return logprobs_T.cpu(), entropy_T.cpu(), None if values_T is None else values_T.cpu()
@@ -317,6 +317,17 @@ def _known(batch: Batch, micro: MicroBatch, scores: Scores, targets: Targets) ->
         "old_values_T": part(scores.values_T),
         "returns_T": part(targets.returns_T),
     }
+
+
+def _check_finite(loss: float, norm: float, dealt: Deal | None, minibatch: int) -> None:
+    """Reject a mini-batch whose gradients would spoil the weights. All processes decide alike."""
+    for name, value in (("loss", loss), ("gradient norm", norm)):
+        if not math.isfinite(value):
+            raise StepRejected(
+                f"the {name} of a mini-batch is not finite: `{value}`. Nothing was changed; "
+                "train without these trajectories, or with a smaller learning rate.",
+                () if dealt is None else dealt.batch.ids(dealt.minibatches[minibatch]),
+            )
 
 
 def _about(batch: Batch, step: int) -> dict[str, float]:

@@ -4,26 +4,27 @@ Not thread-safe; checkpoints are written by a thread that it keeps to itself. Tr
 taken at version `s` and makes version `s + 1`.
 """
 
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 
 from dora_rl.algorithms.settings import AlgorithmSettings
-from dora_rl.core.types import Version
+from dora_rl.algorithms.shapes import ShapeError
+from dora_rl.core.protocol.errors import UserError
+from dora_rl.core.protocol.types import Version
+from dora_rl.machine.processor import cores
 from dora_rl.samples import Sample
+from dora_rl.trainer.checkpoint_writer import CheckpointWriter
 from dora_rl.trainer.errors import StepRejected, TrainerError
 from dora_rl.trainer.parallel import Followers, Publish, Restore, Save, Train
 from dora_rl.trainer.progress import nothing
-from dora_rl.trainer.replica import Plan, Replica
+from dora_rl.trainer.replica import Replica, ReplicaSettings
 from dora_rl.trainer.report import StepReport
-from dora_rl.trainer.saving import Saving
 from dora_rl.trainer.settings import TrainSettings
-from dora_rl.trainer.world import leave
-from dora_rl.weights.store import WeightStore
+from dora_rl.transports.weights.shared_directory import WeightStore
 
-__all__ = ["Saving", "StepRejected", "StepReport", "Trainer"]
+__all__ = ["CheckpointWriter", "StepRejected", "StepReport", "Trainer"]
 
 _TELL_S = 1.0  # between two signs of progress while a thread of the trainer writes
 
@@ -35,7 +36,7 @@ class Trainer:
         self._replica = replica
         self._followers = followers
         self._store = store
-        self._saving: Saving | None = None  # the last
+        self._writer: CheckpointWriter | None = None  # the last
 
     @classmethod
     def open(
@@ -62,9 +63,9 @@ class Trainer:
                 "A greedy policy has no gradient."
             )
         if train.processes > 1 and train.threads is None:
-            share = max(1, (os.cpu_count() or 1) // train.processes)
+            share = max(1, cores() // train.processes)
             train = train.model_copy(update={"threads": share})
-        plan = Plan(
+        settings = ReplicaSettings(
             model=str(model),
             store=str(store.root),
             train=train.model_dump(mode="json"),
@@ -74,13 +75,14 @@ class Trainer:
             total_steps=total_steps,
             seed=seed,
         )
-        followers = Followers.start(plan, train.processes)
+        followers = Followers.start(settings, train.processes)
         try:
-            trainer = cls(Replica(plan, followers.join()), followers, store)
+            with followers.watched(UserError):
+                replica = Replica(settings, followers.join(progress))
         except BaseException:
             followers.close()
-            leave(followers.world)
             raise
+        trainer = cls(replica, followers, store)
         trainer.progress = progress
         return trainer
 
@@ -116,10 +118,11 @@ class Trainer:
                 f"step `{step}` was asked for, and the trainer is at step {self.step}. "
                 "Steps are taken in order, each once."
             )
-        batch = self._replica.batch(tuple(samples))
-        self._followers.tell(Train(tuple(samples)))
-        with self._followers.watched():
-            return self._replica.take(batch)
+        dealt = self._replica.deal(self._replica.batch(tuple(samples)))
+        # A broken batch is rejected by every process, or by the leader before the others begin.
+        with self._followers.watched(StepRejected, ShapeError):
+            self._followers.tell_each([Train(step, share) for share in dealt.shares[1:]])
+            return self._replica.take(dealt)
 
     def publish(self, version: Version) -> str:
         """Publish the weights as they are; their digest. The same version again does nothing."""
@@ -128,8 +131,8 @@ class Trainer:
                 f"version `{version}` was asked for, and the trainer has version {self.step}. "
                 "A version is published before the next step is taken."
             )
-        self._followers.tell(Publish())
         with self._followers.watched():
+            self._followers.tell(Publish())
             weights = self._replica.published()
         tell = self._replica.progress
         # By a thread, so that a slow disk or a lock is not taken for a hang here.
@@ -141,32 +144,33 @@ class Trainer:
         tell()
         return written.result().digest
 
-    def begin_save(self, directory: Path) -> Saving:
+    def begin_save(self, directory: Path) -> CheckpointWriter:
         """Copy all that a checkpoint holds, as it is now, and write it from a thread.
 
-        Training may go on at once. One is written at a time: the next waits for it here. What
-        goes wrong with the disk shows in the `Saving`.
+        Training may continue at once. One is written at a time: the next waits for it here. What
+        goes wrong with the disk shows in the `CheckpointWriter`.
         """
-        self._wait_for_saving()
-        self._followers.tell(Save())
+        self._wait_for_writer()
         with self._followers.watched():
+            self._followers.tell(Save())
             snapshot = self._replica.snapshot()
         assert snapshot is not None  # this is the leader
         directory = Path(directory)
-        self._saving = Saving(directory, partial(snapshot.write, directory))
-        return self._saving
+        self._writer = CheckpointWriter(directory, partial(snapshot.write, directory))
+        return self._writer
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint: a Hugging Face model directory that `restore` continues from."""
-        saving = self.begin_save(directory)
-        self._wait_for_saving()
-        saving.check()
+        writer = self.begin_save(directory)
+        self._wait_for_writer()
+        writer.check()
 
     def restore(self, directory: Path) -> None:
-        """Go on from a checkpoint, to the bit. Another model or other settings are refused."""
-        self._wait_for_saving()  # it may be this one
-        self._followers.tell(Restore(str(directory)))
-        self._replica.restore(Path(directory))
+        """Continue from a checkpoint, to the bit. Another model or other settings are refused."""
+        self._wait_for_writer()  # it may be this one
+        with self._followers.watched(UserError):  # which every process raises, or none
+            self._followers.tell(Restore(str(directory)))
+            self._replica.restore(Path(directory))
 
     def close(self) -> None:
         """Wait for a checkpoint that is being written, and end the other processes.
@@ -174,10 +178,9 @@ class Trainer:
         The trainer must not be used again.
         """
         with self._replica.progress.deferred():
-            self._wait_for_saving()
+            self._wait_for_writer()
             self._followers.close()
-            leave(self._followers.world)
 
-    def _wait_for_saving(self) -> None:
-        while self._saving is not None and not self._saving.wait(_TELL_S):
+    def _wait_for_writer(self) -> None:
+        while self._writer is not None and not self._writer.wait(_TELL_S):
             self._replica.progress()

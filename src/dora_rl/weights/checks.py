@@ -9,7 +9,7 @@ import math
 import re
 from typing import Any
 
-from dora_rl.core.types import Version
+from dora_rl.core.protocol.types import Version
 from dora_rl.weights.errors import WeightsError
 
 # The dtypes that a policy may have, by their names in safetensors, with their bytes.

@@ -17,6 +17,7 @@ from pathlib import Path
 from dora_rl.weights.errors import WeightsError
 
 _POLL_S = 0.02
+_LOCK_MODE = 0o222  # but for the umask
 _MAX_WRITE = 1 << 30  # Linux writes no more than 2 GB in one call
 _FIXES = {
     errno.ENOSPC: "Free space on this disk, then publish again.",
@@ -161,10 +162,15 @@ def remove_tree(path: Path) -> None:
 
 @contextmanager
 def locked(path: Path, timeout_s: float) -> Iterator[None]:
-    """Hold the lock that this file is. The kernel frees it when its holder dies."""
+    """Hold the lock that this file is. The kernel frees it when its holder dies.
+
+    To lock a file it must be open, and this one can be opened for writing alone: a reward, which
+    may write nothing, cannot hold up a publication.
+    """
     with _naming("open", path):
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, _LOCK_MODE)
     try:
+        _close_to_readers(fd, path)
         _wait_for_lock(fd, path, timeout_s)
         try:
             yield
@@ -173,6 +179,15 @@ def locked(path: Path, timeout_s: float) -> Iterator[None]:
             fcntl.flock(fd, fcntl.LOCK_UN)
     finally:
         _close_unchanged(fd)
+
+
+def _close_to_readers(fd: int, path: Path) -> None:
+    """Of a lock that an earlier release made; one of another user's is left as it is."""
+    with _naming("open", path):
+        mode = stat.S_IMODE(os.fstat(fd).st_mode)
+        if mode & ~_LOCK_MODE:
+            with suppress(PermissionError):
+                os.fchmod(fd, mode & _LOCK_MODE)
 
 
 def _wait_for_lock(fd: int, path: Path, timeout_s: float) -> None:

@@ -1,6 +1,6 @@
 """What the weight store refuses. After each of these the store is as it was."""
 
-from dora_rl.core.errors import UserError
+from dora_rl.core.protocol.errors import UserError
 
 
 class WeightsError(UserError):

@@ -3,33 +3,48 @@
 Pickles are never opened. Configuration and tokenizer are none of its business.
 """
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-
-from dora_rl.weights import checks, disk
+from dora_rl.weights import checks, disk, header
 from dora_rl.weights.errors import WeightsError
-from dora_rl.weights.files import map_tensors
+from dora_rl.weights.header import Stored
 from dora_rl.weights.manifest import MAX_BYTES
+
+if TYPE_CHECKING:
+    import torch
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+T = TypeVar("T")
 _SAVE = "Save the model with `save_pretrained`, which writes safetensors."
 
 
-def map_model(directory: Path) -> dict[str, torch.Tensor]:
+def map_model(directory: Path) -> "dict[str, torch.Tensor]":
     """Every tensor of the model, mapped from its file. Links are followed: a hub cache has them."""
+    from dora_rl.weights.files import map_tensors
+
+    return _read(directory, lambda path: map_tensors(path, follow_links=True).tensors)
+
+
+def stored_tensors(directory: Path) -> dict[str, Stored]:
+    """Dtype and shape of every tensor of the model, from the headers alone; without torch."""
+    return _read(directory, lambda path: header.read(path, follow_links=True)[2])
+
+
+def _read(directory: Path, read: Callable[[Path], dict[str, T]]) -> dict[str, T]:
+    """All tensors of the files of a model, as `read` finds them in one file."""
     names = disk.names(directory)
     if _SINGLE in names and _INDEX in names:
         raise WeightsError(
             f"`{directory}` holds both `{_SINGLE}` and `{_INDEX}`. Remove the one that is stale."
         )
     if _INDEX in names:
-        return _map_shards(directory)
+        return _read_shards(directory, read)
     if _SINGLE in names:
-        return map_tensors(directory / _SINGLE, follow_links=True).tensors
+        return read(directory / _SINGLE)
     pickle = next((name for name in names if name.endswith(_PICKLES)), None)
     if pickle is not None:
         raise WeightsError(
@@ -38,12 +53,12 @@ def map_model(directory: Path) -> dict[str, torch.Tensor]:
     raise WeightsError(f"no `{_SINGLE}` and no `{_INDEX}` in `{directory}`. {_SAVE}")
 
 
-def _map_shards(directory: Path) -> dict[str, torch.Tensor]:
+def _read_shards(directory: Path, read: Callable[[Path], dict[str, T]]) -> dict[str, T]:
     path = directory / _INDEX
     shards = _read_index(path)
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, T] = {}
     for file, names in sorted(shards.items()):
-        mapped = map_tensors(directory / file, follow_links=True).tensors
+        mapped = read(directory / file)
         if foreign := sorted(mapped.keys() - names):
             raise WeightsError(
                 f"tensor `{foreign[0]}` in `{directory / file}` is not in `{path}`. {_SAVE}"

@@ -11,7 +11,8 @@ import torch
 
 from dora_rl.weights import disk
 from dora_rl.weights.errors import WeightsError
-from dora_rl.weights.files import MappedFile, encode_head, map_tensors
+from dora_rl.weights.files import MappedFile, map_tensors
+from dora_rl.weights.header import encode_head
 from dora_rl.weights.manifest import FILE_NAME, Manifest, TensorEntry, read_manifest
 from dora_rl.weights.tensors import digests, dtype_name, weights_digest
 

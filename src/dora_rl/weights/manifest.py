@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dora_rl.core.types import Version
+from dora_rl.core.protocol.types import Version
 from dora_rl.weights import checks, disk
 from dora_rl.weights.errors import WeightsError
 

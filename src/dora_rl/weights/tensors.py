@@ -17,7 +17,7 @@ from dora_rl.weights.manifest import digest_of
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # hashlib lets go of the interpreter: two threads are nearly twice as fast, and loading must
-# not take the whole machine from the engine that goes on generating.
+# not take the whole machine from the engine that continues generating.
 _HASH_THREADS = 2
 _FEW_BYTES = 1 << 20  # hashed in less time than it takes to start threads
 

@@ -9,7 +9,7 @@ import hashlib
 import secrets
 from pathlib import Path
 
-from dora_rl.core.types import Version
+from dora_rl.core.protocol.types import Version
 from dora_rl.weights import checks, disk
 from dora_rl.weights.errors import WeightsError
 from dora_rl.weights.manifest import Manifest, directory_name, read_manifest, version_of

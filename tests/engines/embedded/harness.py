@@ -6,12 +6,14 @@ from typing import Any
 
 import torch
 
-from dora_rl.core.types import TrajectoryId
+from dora_rl.core.protocol.types import TrajectoryId
 from dora_rl.engines.base import Engine
 from dora_rl.engines.embedded import EmbeddedEngine, EngineSettings
+from dora_rl.engines.embedded import engine as embedded
 from dora_rl.models.config import ModelConfig, read_config
+from dora_rl.models.decoder import Decoder
 from dora_rl.models.tokenizer import Tokenizer, load_tokenizer
-from dora_rl.weights.store import WeightStore
+from dora_rl.transports.weights.shared_directory import WeightStore
 from tests.engines.contract import Harness
 from tests.models.random_models import make_model, make_tokenizer, random_model
 
@@ -77,3 +79,13 @@ class EmbeddedHarness(Harness):
         assert isinstance(engine, EmbeddedEngine)
         sequence = engine._sequence(trajectory)
         engine._pool.values_LNKTD[:, sequence.kv.blocks[0]] = torch.nan
+
+    def fail_load(self, engine: Engine, error: type[Exception] = RuntimeError) -> None:
+        """The next version finds no memory when its weights are brought into their form."""
+        plain = embedded.build
+
+        def fail(*_: object, **__: object) -> Decoder:
+            embedded.build = plain  # type: ignore[attr-defined]
+            raise error("asked not to load by a test")
+
+        embedded.build = fail  # type: ignore[attr-defined]

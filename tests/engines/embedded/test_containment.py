@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from dora_rl.core.errors import SettingsError
+from dora_rl.core.protocol.errors import SettingsError
 from dora_rl.engines import wire
 from dora_rl.engines.base import Failed, Output, Request, Sampled, Sampling
 from dora_rl.engines.embedded import EmbeddedEngine, EngineSettings, moving
-from dora_rl.engines.errors import ImportRefused
+from dora_rl.engines.errors import ImportRefused, VersionRefused
+from dora_rl.transports.weights.shared_directory import WeightStore
 from dora_rl.weights.errors import WeightsError
-from dora_rl.weights.store import WeightStore
 from tests.engines.embedded.harness import Models
 from tests.models.random_models import random_model
 
@@ -123,7 +123,7 @@ def test_what_is_half_read_can_be_parked_and_moved(
         engine = make(models)
         engine.import_trajectory(message)
     else:
-        engine.park(2)
+        engine.export_trajectory(2)
         assert engine.load().kv_used_tokens in (0, 60)  # its prompt may wait where it is
         good(engine, 100)
         finish(engine)
@@ -135,7 +135,7 @@ def test_a_parked_prompt_that_is_half_read_does_not_stop_the_others(models: Mode
     engine = make(models, prefill_chunk=2, kv_budget_tokens=16, slots=2)
     engine.submit(Request(2, GOOD, tuple(range(20, 26)), Sampling(max_tokens=4)))
     engine.step()
-    engine.park(2)
+    engine.export_trajectory(2)
     for i in (3, 4):
         engine.submit(Request(i, GOOD, (i, i), Sampling(max_tokens=8, ignore_eos=True)))
     assert len(tokens(finish(engine), 3)) == 8
@@ -194,7 +194,7 @@ def test_waiting_takes_no_memory_but_its_own(models: Models) -> None:
     engine = make(models, slots=1)
     engine.submit(Request(1, GOOD, (5, 6), LONG))
     for _ in range(1000):
-        engine.park(1)
+        engine.export_trajectory(1)
         engine.resume(1)
     assert len(engine._scheduler._by_age) < 100
 
@@ -212,3 +212,25 @@ def test_waiting_takes_no_memory_but_its_own(models: Models) -> None:
 def test_settings_that_make_no_sense(settings: dict[str, object], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         EngineSettings(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("error", [MemoryError, RuntimeError])
+@pytest.mark.parametrize("where", ["build", "EmbeddedEngine._restack"])
+def test_a_version_that_finds_no_memory_is_refused(
+    models: Models, where: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When its weights are brought into their form, or are stacked with those of the others."""
+    engine, clean = (make(models, deterministic=True) for _ in range(2))
+
+    def fail(*_: object, **__: object) -> None:
+        raise error("no memory left")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(f"dora_rl.engines.embedded.engine.{where}", fail)
+        with pytest.raises(VersionRefused, match=r"version 1 .*no memory left.*Free memory"):
+            engine.install(1, models.path(1))
+    assert set(engine.load().versions) == {GOOD, BROKEN}
+    good(engine, 100)
+    good(clean, 100)
+    assert finish(engine) == finish(clean)
+    assert engine.install(1, models.path(1)) == clean.install(1, models.path(1))

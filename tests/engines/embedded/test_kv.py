@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_rl.core.errors import SettingsError
+from dora_rl.core.protocol.errors import SettingsError
 from dora_rl.engines.embedded.kv import KvPool
 from tests.models.configurations import SMALL
 

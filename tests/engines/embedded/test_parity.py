@@ -13,7 +13,7 @@ from dora_rl.engines.base import ParkReason, Request, Sampled, Sampling
 from dora_rl.engines.embedded import EmbeddedEngine, EngineSettings
 from dora_rl.models.linear import Layout
 from dora_rl.models.packaged import find
-from dora_rl.weights.store import WeightStore
+from dora_rl.transports.weights.shared_directory import WeightStore
 from tests.models.random_models import model_shapes, random_model
 
 FP32 = 1e-4
@@ -116,7 +116,7 @@ PROMPT = tuple(range(3, 20))
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_after_parking_and_after_a_move(small: Checked, deterministic: bool) -> None:
+def test_after_a_move_and_one_that_was_undone(small: Checked, deterministic: bool) -> None:
     source, target = (small.make(deterministic=deterministic, slots=n) for n in (8, 3))
     tokens: dict[int, list[int]] = {i: [] for i in range(4)}
     for i in tokens:
@@ -132,7 +132,7 @@ def test_after_parking_and_after_a_move(small: Checked, deterministic: bool) -> 
 
     for _ in range(4):
         take(source)
-    source.park(0)
+    source.export_trajectory(0)  # leaves it parked
     target.import_trajectory(source.export_trajectory(1))
     source.cancel(1)
     take(source)

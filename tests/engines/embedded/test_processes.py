@@ -1,4 +1,4 @@
-"""A trajectory moves to an engine in another process, and goes on as if it had never moved."""
+"""A trajectory moves to an engine in another process, and continues as if it had never moved."""
 
 import json
 import subprocess

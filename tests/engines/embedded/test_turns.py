@@ -11,7 +11,7 @@ from dora_rl.engines import wire
 from dora_rl.engines.base import Request, Sampled, Sampling
 from dora_rl.engines.embedded import EmbeddedEngine
 from dora_rl.engines.embedded.forwarding import Chunk
-from dora_rl.engines.errors import RequestRefused
+from dora_rl.engines.errors import ImportRefused, RequestRefused
 from tests.engines.driving import OLD, Drive, Harness, ask, assert_as_alone, start
 from tests.engines.embedded.harness import EmbeddedHarness, Models
 from tests.engines.embedded.test_parity import FP32, Checked, reference
@@ -140,9 +140,9 @@ def test_a_strange_last_token_is_not_taken_over(harness: Harness) -> None:
     source.submit(brief(harness, 1))
     source.until_held(1)
     export = wire.decode(source.export(1))
-    for strange in (-1, harness.vocab_size):
+    for strange, refused in ((-1, ImportRefused), (harness.vocab_size, RequestRefused)):
         damaged = msgspec.structs.replace(export, generated=(strange,))
-        with pytest.raises(RequestRefused, match=f"`{strange}`"):
+        with pytest.raises(refused, match=f"`{strange}`"):
             target.engine.import_trajectory(wire.encode(damaged))
     target.check()
 

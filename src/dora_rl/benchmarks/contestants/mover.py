@@ -10,7 +10,7 @@ import torch
 
 from dora_rl.engines.base import Request, Sampled, Sampling
 from dora_rl.engines.embedded import EmbeddedEngine, EngineSettings
-from dora_rl.weights.store import WeightStore
+from dora_rl.transports.weights.shared_directory import WeightStore
 
 _LENGTH = struct.Struct("<Q")
 _CHUNK = 1 << 20
@@ -47,7 +47,7 @@ class Mover:
         return {"export_s": export_s, "bytes": len(data)}
 
     def take_over(self) -> dict[str, Any]:
-        """Receive a trajectory, go on with it, and make its next token."""
+        """Receive a trajectory, continue with it, and make its next token."""
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
         began = time.perf_counter()
         data = self._read(length)

@@ -12,7 +12,7 @@ import torch
 from dora_rl.benchmarks.models import publish_versions
 from dora_rl.engines.base import Request, Sampled, Sampling
 from dora_rl.engines.embedded import EmbeddedEngine, EngineSettings
-from dora_rl.weights.store import WeightStore
+from dora_rl.transports.weights.shared_directory import WeightStore
 
 
 class Ours:

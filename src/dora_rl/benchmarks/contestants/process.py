@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from dora_rl.benchmarks.reporting import Reporter
-from dora_rl.core.errors import DoraError
+from dora_rl.core.protocol.errors import DoraError
 
 SERVING = Path(__file__).with_name("serving.py")
 LOAD_TIMEOUT_S = 900.0  # vLLM takes half a minute on an idle machine, more from a cold disk
@@ -171,11 +171,11 @@ class Contestant:
         text = self._last_words.read_text(encoding="utf-8", errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         words = " | ".join(lines[-_LAST_LINES:])[-_LAST_CHARS:]
-        said = f"Its last words: {words}" if words else "It said nothing."
+        said = f"Its last output: {words}" if words else "It printed nothing."
         return ContestantFailed(f"{self.name} {how} when asked to `{self._asked}`. {said}")
 
 
-class Company:
+class ContestantGroup:
     """Contestants that take turns: one computes, the others must be idle, which is watched."""
 
     def __init__(self, members: Sequence[Contestant]) -> None:

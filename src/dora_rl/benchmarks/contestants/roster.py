@@ -13,7 +13,7 @@ from dora_rl import extras
 from dora_rl.benchmarks.contestants.process import Start
 from dora_rl.benchmarks.limits import DTYPE_BYTES
 from dora_rl.benchmarks.models import Model
-from dora_rl.core.errors import UserError
+from dora_rl.core.protocol.errors import UserError
 
 OURS = "ours"
 OTHERS = ("hf", "vllm")

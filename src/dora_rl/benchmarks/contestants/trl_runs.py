@@ -15,8 +15,8 @@ from dora_rl.benchmarks.contestants.process import Contestant, ContestantFailed
 from dora_rl.benchmarks.reporting import Reporter
 
 if TYPE_CHECKING:
-    from dora_rl.runtime.recording import StepRecord
-    from dora_rl.runtime.session import Plan
+    from dora_rl.runtime.prepare.plan import Plan
+    from dora_rl.runtime.records.step_metrics import StepRecord
 
 TRL, OURS = "trl", "ours"
 LEARNING_RATE = 1e-6
@@ -68,7 +68,7 @@ class Split:
 
     @property
     def tail(self) -> int:
-        """Steps after the measured ones, for which work goes on while those are measured."""
+        """Steps after the measured ones, for which work continues while those are measured."""
         return self.max_staleness
 
     @property
@@ -186,7 +186,7 @@ class OurRuns:
 
     def prepare(self, way: Split, steps: int) -> "Plan":
         """Check what a run would be given; nothing is written."""
-        from dora_rl.runtime.train import prepare, read_config
+        from dora_rl.runtime.prepare.plan import prepare, read_config
 
         total = way.warmup + steps + way.tail
         config = self._config(way, total, self._folder / f"run-{self._runs}")

@@ -1,18 +1,18 @@
 """The audit's own picture of the trainer: which batch is out, and what has been trained.
 
-It must not look into the orchestrator; what a group is comes from the audit's ledger.
+It must not look into the orchestrator; what a group is comes from the audit's record of work.
 """
 
 from collections import Counter
 
-from dora_rl.core import commands as c
-from dora_rl.core import events as e
 from dora_rl.core.audit.records import OVER, READY, REJECTED, TRAINING, End, Group, Member
 from dora_rl.core.audit.report import Breaches, Promise
 from dora_rl.core.audit.work import Work
-from dora_rl.core.paradigms import PARADIGMS
-from dora_rl.core.settings import Settings
-from dora_rl.core.types import BatchGroup, GroupId
+from dora_rl.core.protocol import commands as c
+from dora_rl.core.protocol import events as e
+from dora_rl.core.protocol.paradigms import PARADIGMS
+from dora_rl.core.protocol.settings import Settings
+from dora_rl.core.protocol.types import BatchGroup, GroupId
 
 
 def _ids(batch: c.Train) -> tuple[GroupId, ...]:
@@ -25,6 +25,9 @@ def _in_batch(group: Group) -> list[Member]:
 
 
 class Batches:
+    SAVED = ("_batch", "steps", "staleness", "trained_lengths")
+    WIRED = ("max_staleness", "_pins_version", "_bounded", "_work", "_breaches")
+
     def __init__(self, settings: Settings, work: Work, breaches: Breaches) -> None:
         paradigm = PARADIGMS[settings.paradigm]
         self.max_staleness = paradigm.max_staleness(settings)

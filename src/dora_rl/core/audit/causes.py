@@ -1,4 +1,4 @@
-"""Why a trajectory may fail for good: its retries are used up. Age is no cause.
+"""Why a trajectory may fail for good: its retries are used up, or it was refused. Age is none.
 
 A Fail is checked against what the stream showed of its trajectory, and against the limits
 that the settings grant.
@@ -6,8 +6,8 @@ that the settings grant.
 
 from dora_rl.core.audit.records import JUDGING, OPEN, REJECTED, SCORING, Group, Member
 from dora_rl.core.audit.report import Breaches
-from dora_rl.core.settings import OnFailedMember, Settings
-from dora_rl.core.types import TrajectoryId
+from dora_rl.core.protocol.settings import OnFailedMember, Settings
+from dora_rl.core.protocol.types import TrajectoryId
 
 
 class Causes:
@@ -29,7 +29,8 @@ class Causes:
             return True
         unanswered = member.stage == SCORING and self.unanswered(member.since)
         return (
-            member.failures + unanswered > settings.max_retries
+            member.refused
+            or member.failures + unanswered > settings.max_retries
             or member.losses > settings.max_losses
         )
 
@@ -48,4 +49,7 @@ class Causes:
         host = member.host
         if host is None or host.heard_at < limit:
             return True
-        return all((name, fence) != (trajectory, member.fence) for name, fence, _ in host.lengths)
+        return all(
+            (trajectory_id, fence) != (trajectory, member.fence)
+            for trajectory_id, fence, _ in host.lengths
+        )

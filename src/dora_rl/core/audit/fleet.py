@@ -6,10 +6,10 @@ trajectory only its id.
 
 from collections import Counter
 
-from dora_rl.core import commands as c
-from dora_rl.core import events as e
 from dora_rl.core.audit.report import Breaches, Promise
-from dora_rl.core.types import InstanceId, Length, MigrationId, TrajectoryId, Version
+from dora_rl.core.protocol import commands as c
+from dora_rl.core.protocol import events as e
+from dora_rl.core.protocol.types import InstanceId, Length, MigrationId, TrajectoryId, Version
 
 # What an instance has of a version. Plain integers: they are compared for every start.
 UNVERIFIED = 0  # asked for, or installed with the wrong digest
@@ -45,6 +45,9 @@ class Host:
 
 
 class Fleet:
+    SAVED = ("hosts", "digests", "deleted", "newest", "_asked", "_holders", "_pins")
+    WIRED = ("_breaches",)
+
     def __init__(self, breaches: Breaches) -> None:
         self._breaches = breaches
         self.hosts: dict[InstanceId, Host] = {}
@@ -171,7 +174,7 @@ class Fleet:
         self._pins.get(event.version, set()).discard(event.holder)
 
     def delete(self, version: Version) -> None:
-        """What holds of instances, pins and being the newest say; work is the ledger's."""
+        """What holds of instances, pins and being the newest say; work is `Work`'s."""
         if not self.check_exists(version, f"Delete of version {version}"):
             return
         if version == self.newest:

@@ -1,24 +1,44 @@
-"""The fold itself: hands each event and command to the books that it concerns.
+"""The fold itself: hands each event and command to the records that it concerns.
 
-What concerns more than one of the books stands here. It must not look into the orchestrator.
+What concerns more than one of the records stands here. It must not look into the orchestrator.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dora_rl.core import commands as c
-from dora_rl.core import events as e
 from dora_rl.core.audit.batches import Batches
 from dora_rl.core.audit.fleet import Fleet, Host
 from dora_rl.core.audit.moves import Moves
-from dora_rl.core.audit.report import AuditReport, Breaches, Check, LengthBias, Promise, Spread
+from dora_rl.core.audit.records import Ends, Group, Member, Migration
+from dora_rl.core.audit.report import (
+    DONE,
+    AuditReport,
+    Breaches,
+    Check,
+    LengthBias,
+    Promise,
+    Spread,
+)
 from dora_rl.core.audit.work import Work
-from dora_rl.core.paradigms import PARADIGMS
-from dora_rl.core.settings import Settings
+from dora_rl.core.protocol import commands as c
+from dora_rl.core.protocol import events as e
+from dora_rl.core.protocol.paradigms import PARADIGMS
+from dora_rl.core.protocol.settings import Settings
+from dora_rl.core.protocol.types import BatchGroup, Length, Move
+
+# What its parts remember is made of these: see `core.history.snapshots`.
+RECORDS: tuple[type, ...] = (Host, Migration, Member, Group, Ends, Promise, c.Train, BatchGroup)
+RECORDS += (Move, Length)
 
 
 class Audit:
     """Feed it every handled event with its commands, in order; ask for a report at any time."""
+
+    SAVED = ("_refused", "_halted")
+    WIRED = (
+        *("_settings", "_paradigm", "_breaches", "_fleet", "_work", "_moves", "_batches"),
+        *("_on_event", "_on_answered", "_on_command"),
+    )
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -39,6 +59,7 @@ class Audit:
             e.InstallFailed: fleet.install_failed,
             e.VersionEvicted: fleet.evicted,
             e.TrajectoryFailed: work.failed_event,
+            e.TrajectoryRefused: work.refused,
             e.TrajectoriesParked: work.parked,
             e.TrajectoryScored: work.scored,
             e.GroupJudged: work.judged,
@@ -80,6 +101,8 @@ class Audit:
         """One handled event, and the commands that answered it."""
         breaches = self._breaches
         breaches.event += 1
+        if isinstance(event, e.StepLimitRaised):
+            self._halted = None
         if self._halted is not None:
             return  # the core has ended; nothing that comes changes what it did
         if now > breaches.now:  # as for the core, time does not go back
@@ -101,6 +124,17 @@ class Audit:
         """An event that the core refused: it changed nothing, here neither."""
         self._breaches.event += 1
         self._refused += 1
+
+    def parts(self) -> dict[str, object]:
+        """All that remembers something, by name: see `core.history.snapshots`."""
+        return {
+            "audit": self,
+            "audit.breaches": self._breaches,
+            "audit.fleet": self._fleet,
+            "audit.work": self._work,
+            "audit.moves": self._moves,
+            "audit.batches": self._batches,
+        }
 
     def report(self) -> AuditReport:
         """The verdict so far."""
@@ -141,7 +175,7 @@ class Audit:
             ),
         )
 
-    # What concerns more than one of the books
+    # What concerns more than one of the records
 
     def _joined(self, event: e.InstanceJoined) -> None:
         superseded = self._fleet.joined(event)
@@ -213,7 +247,7 @@ class Audit:
         self._fleet.delete(version)
 
     def _halt(self, command: c.Halt) -> None:
-        self._halted = ("done: " if command.ok else "failed: ") + command.reason
+        self._halted = (DONE if command.ok else "failed: ") + command.reason
         if not command.ok:
             return
         for group in self._work.groups.values():

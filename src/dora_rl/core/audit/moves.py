@@ -1,20 +1,23 @@
 """The audit's own picture of migrations: who moves where, and whether it may.
 
-It must not look into the orchestrator; trajectories are the ledger's, instances the fleet's.
+It must not look into the orchestrator; trajectories are in `work`, instances in `fleet`.
 """
 
 from collections.abc import Sequence
 
-from dora_rl.core import commands as c
-from dora_rl.core import events as e
 from dora_rl.core.audit.fleet import Fleet, Host
 from dora_rl.core.audit.records import PLACED, Migration
 from dora_rl.core.audit.report import Breaches, Promise
 from dora_rl.core.audit.work import Work
-from dora_rl.core.types import MigrationId, TrajectoryId, Version
+from dora_rl.core.protocol import commands as c
+from dora_rl.core.protocol import events as e
+from dora_rl.core.protocol.types import MigrationId, TrajectoryId, Version
 
 
 class Moves:
+    SAVED = ("_live", "_committed")
+    WIRED = ("_fleet", "_work", "_breaches")
+
     def __init__(self, fleet: Fleet, work: Work, breaches: Breaches) -> None:
         self._fleet = fleet
         self._work = work

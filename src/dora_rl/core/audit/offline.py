@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from dora_rl.core.audit.fold import Audit
 from dora_rl.core.audit.report import AuditReport
-from dora_rl.core.journal import Header, Record, read_journal
+from dora_rl.core.history.journal import Header, Record, read_journal
 
 
 def audit_journal(lines: Iterable[str]) -> AuditReport:

@@ -6,7 +6,7 @@ Plain slots: half a million of these are alive at once. No rules live here.
 from enum import IntEnum
 
 from dora_rl.core.audit.fleet import Host
-from dora_rl.core.types import Fence, GroupId, MigrationId, Move, TrajectoryId, Version
+from dora_rl.core.protocol.types import Fence, GroupId, MigrationId, Move, TrajectoryId, Version
 
 # How far a trajectory is. Plain integers: they are compared for every event.
 WAITING = 0
@@ -62,6 +62,7 @@ class Member:
         "mixed",
         "moving",
         "oldest",
+        "refused",
         "since",
         "stage",
         "tokens",
@@ -74,6 +75,7 @@ class Member:
         self.moving: Migration | None = None
         self.since = 0.0  # when it was last placed, or its score asked for
         self.failures = 0  # attempts that failed or took too long
+        self.refused = False  # it can never be generated
         self.losses = 0  # instances that died under it
         self.tokens = 0
         self.oldest: Version = 0  # version of its oldest segment
@@ -104,6 +106,7 @@ class Group:
 class Ends:
     """One byte per group id, in pages, so that neither dense nor sparse ids cost much."""
 
+    SAVED = ("_pages",)
     _PAGE = 4096
 
     def __init__(self) -> None:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
+DONE = "done: "  # begins how a run was halted that came to its end
 EXAMPLES = 5  # a broken run repeats itself; the first few tell
 
 
@@ -165,11 +166,28 @@ class AuditReport:
             )
         return tuple(notes)
 
+    def headline(self) -> str:
+        """The verdict in one line."""
+        return (
+            f"{self.paradigm}: {self.verdict} "
+            f"({self.events} events, {self.refused} refused, {self.steps} train steps)"
+        )
+
+    def brief(self) -> list[str]:
+        """One line and the notes where every promise holds, else the whole summary."""
+        if not self.ok:
+            return self.summary()
+        failed = self.halted is not None and not self.halted.startswith(DONE)
+        return [
+            self.headline(),
+            *([f"  halted: {self.halted}"] if failed else ()),
+            *(f"  note: {note}" for note in self.notes),
+        ]
+
     def summary(self) -> list[str]:
         """The report as lines for people."""
         lines = [
-            f"{self.paradigm}: {self.verdict} "
-            f"({self.events} events, {self.refused} refused, {self.steps} train steps)",
+            self.headline(),
             f"  issued {self.issued} = trained {self.trained} + filtered {self.filtered} "
             f"+ failed {self.failed} + outstanding {self.outstanding}"
             + (f" + LOST {self.lost}" if self.lost else ""),

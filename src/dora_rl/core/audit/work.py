@@ -1,4 +1,4 @@
-"""The audit's own ledger: groups and trajectories from their first Start to their end.
+"""The audit's own record of work: groups and trajectories from their first Start to their end.
 
 A group counts as issued, with all its members, at the first Start of any of them, or at a
 Fail that comes before every Start: admission itself leaves no trace in the stream. A member
@@ -6,14 +6,12 @@ has failed if a Fail said so, and in no other way. A group is over when it is tr
 filtered, or when every member has failed. Facts are kept while a group is outstanding;
 afterwards one byte says what became of it.
 
-It shares no code with the core's ledger and must not look into the orchestrator.
+It shares no code with the core's record of work and must not look into the orchestrator.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 
-from dora_rl.core import commands as c
-from dora_rl.core import events as e
 from dora_rl.core.audit.causes import Causes
 from dora_rl.core.audit.fleet import READY as SERVED
 from dora_rl.core.audit.fleet import Fleet, Host
@@ -34,12 +32,21 @@ from dora_rl.core.audit.records import (
     Member,
 )
 from dora_rl.core.audit.report import Breaches, Promise
-from dora_rl.core.paradigms import PARADIGMS
-from dora_rl.core.settings import Settings
-from dora_rl.core.types import Fence, GroupId, Segment, TrajectoryId, Version
+from dora_rl.core.protocol import commands as c
+from dora_rl.core.protocol import events as e
+from dora_rl.core.protocol.paradigms import PARADIGMS
+from dora_rl.core.protocol.reasons import count_reason
+from dora_rl.core.protocol.settings import Settings
+from dora_rl.core.protocol.types import Fence, GroupId, Segment, TrajectoryId, Version
 
 
 class Work:
+    SAVED = (
+        *("groups", "by_version", "ends", "issued", "trained", "lost", "filtered", "failed"),
+        *("finished", "mixed", "mixed_trained", "never_whole", "finished_lengths"),
+    )
+    WIRED = ("_causes", "_size", "pins_version", "_fleet", "_breaches")
+
     def __init__(self, settings: Settings, fleet: Fleet, breaches: Breaches) -> None:
         self._causes = Causes(settings, breaches)
         self._size = settings.group_size
@@ -164,6 +171,12 @@ class Work:
         elif member.stage == SCORING:
             member.failures += 1
             member.since = self._breaches.now  # answered: it does not time out as well
+
+    def refused(self, event: e.TrajectoryRefused) -> None:
+        member = self.find(event.trajectory)
+        if member is not None and member.fence == event.fence and member.stage in PLACED:
+            member.refused = True
+            self._displace(event.trajectory, member)
 
     def parked(self, event: e.TrajectoriesParked) -> None:
         host = self._fleet.known(event.instance, event.incarnation)
@@ -295,7 +308,7 @@ class Work:
         self.check_members(group, command.trajectories)
 
     def check_members(self, group: Group, listed: tuple[TrajectoryId, ...]) -> None:
-        """Who is listed to go on has been scored; who is not has failed, or is lost by this."""
+        """Who is listed to continue has been scored; who is not has failed, or is lost by this."""
         first = group.id * self._size
         scored = [t for t, m in enumerate(group.members, first) if m and m.stage == SCORED]
         if len(scored) == group.left and listed == tuple(scored):
@@ -311,9 +324,9 @@ class Work:
                     self.lost += 1
                     self._end(trajectory, group, member)
             elif member.stage == OVER:
-                self._lost(f"trajectory {trajectory} goes on, though it is over")
+                self._lost(f"trajectory {trajectory} continues, though it is over")
             elif member.stage != SCORED:
-                self._add(Promise.FENCING, f"trajectory {trajectory} goes on without a score")
+                self._add(Promise.FENCING, f"trajectory {trajectory} continues without a score")
 
     def judged(self, event: e.GroupJudged) -> None:
         group = self.groups.get(event.group)
@@ -322,7 +335,7 @@ class Work:
         if event.filtered is None:
             group.stage = READY
         else:
-            self.filtered[event.filtered] += group.left
+            count_reason(self.filtered, event.filtered, group.left)
             self.close(group, End.FILTERED)
 
     # Ends
@@ -336,7 +349,7 @@ class Work:
             return
         if not self._causes.of_failure(group, member):
             self._lost(f"trajectory {trajectory} failed without a cause: `{command.reason}`")
-        self.failed[command.reason] += 1
+        count_reason(self.failed, command.reason)
         self.never_whole += member.stage < FINISHED
         self._end(trajectory, group, member)
 

@@ -7,7 +7,6 @@ messages are the world's nature. One that no order of messages explains is refus
 from collections.abc import Callable
 from typing import Any
 
-from dora_rl.core import events as ev
 from dora_rl.core.handlers import (
     instances,
     migrations,
@@ -16,7 +15,8 @@ from dora_rl.core.handlers import (
     training,
     trajectories,
 )
-from dora_rl.core.state import State
+from dora_rl.core.protocol import events as ev
+from dora_rl.core.state.run import State
 
 HANDLERS: dict[type, Callable[[State, Any], None]] = {
     ev.PromptsAvailable: prompts.prompts_available,
@@ -32,6 +32,7 @@ HANDLERS: dict[type, Callable[[State, Any], None]] = {
     ev.TrajectoryPaused: trajectories.trajectory_paused,
     ev.TrajectoryResumed: trajectories.trajectory_resumed,
     ev.TrajectoryFailed: trajectories.trajectory_failed,
+    ev.TrajectoryRefused: trajectories.trajectory_refused,
     ev.TrajectoryScored: trajectories.trajectory_scored,
     ev.GroupJudged: trajectories.group_judged,
     ev.TrajectoriesParked: migrations.trajectories_parked,
@@ -45,5 +46,6 @@ HANDLERS: dict[type, Callable[[State, Any], None]] = {
     ev.PublicationFailed: training.publication_failed,
     ev.VersionPinned: training.version_pinned,
     ev.VersionUnpinned: training.version_unpinned,
+    ev.StepLimitRaised: training.step_limit_raised,
     ev.TimerFired: timeouts.timer_fired,
 }

@@ -2,13 +2,13 @@
 
 from typing import NoReturn
 
-from dora_rl.core import transfers
-from dora_rl.core.commands import Expel
-from dora_rl.core.errors import RefusedEvent
-from dora_rl.core.ledger import Trajectory
-from dora_rl.core.placement import Instance
-from dora_rl.core.state import State
-from dora_rl.core.types import Fence, InstanceId, TrajectoryId
+from dora_rl.core.actions import migrate
+from dora_rl.core.protocol.commands import Expel
+from dora_rl.core.protocol.errors import RefusedEvent
+from dora_rl.core.protocol.types import Fence, InstanceId, TrajectoryId
+from dora_rl.core.state.fleet import Instance
+from dora_rl.core.state.run import State
+from dora_rl.core.state.work import Trajectory
 
 
 def refuse(event: object, why: str) -> NoReturn:
@@ -17,7 +17,7 @@ def refuse(event: object, why: str) -> NoReturn:
 
 
 def absorb(state: State, why: str) -> None:
-    """The event speaks of something superseded: count it and go on."""
+    """The event speaks of something superseded: count it and continue."""
     state.counters[f"absorbed_{why}"] += 1
 
 
@@ -33,19 +33,24 @@ def live_instance(state: State, instance: InstanceId, incarnation: int) -> Insta
 
 
 def placed_trajectory(
-    state: State, event: object, name: TrajectoryId, fence: Fence, *, on_its_way: bool = False
+    state: State,
+    event: object,
+    trajectory_id: TrajectoryId,
+    fence: Fence,
+    *,
+    on_its_way: bool = False,
 ) -> Trajectory | None:
     """The trajectory, if the event speaks of its present placement (or of the one to come)."""
-    ledger = state.ledger
-    if not 0 <= name < ledger.issued * ledger.group_size:
+    work = state.work
+    if not 0 <= trajectory_id < work.issued * work.group_size:
         refuse(event, "the trajectory was never issued")
     if not 0 < fence < state.next_fence:
         refuse(event, "the fence was never given out")
-    trajectory = ledger.trajectories.get(name)
+    trajectory = work.trajectories.get(trajectory_id)
     if trajectory is None:
         absorb(state, "duplicate")
         return None
-    if trajectory.fence == fence or (on_its_way and transfers.on_its_way(state, trajectory, fence)):
+    if trajectory.fence == fence or (on_its_way and migrate.on_its_way(state, trajectory, fence)):
         return trajectory
     absorb(state, "fenced_trajectory")
     return None

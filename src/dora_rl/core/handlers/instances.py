@@ -1,7 +1,10 @@
 """Instances come, report, install, leave and fail."""
 
-from dora_rl.core import hosting
-from dora_rl.core.events import (
+from dora_rl.core.actions import host
+from dora_rl.core.actions.rebalance import KV_LOW, relieve
+from dora_rl.core.handlers.common import absorb, live_instance, refuse
+from dora_rl.core.handlers.trajectories import attempt_failed
+from dora_rl.core.protocol.events import (
     InstallFailed,
     InstanceFailed,
     InstanceJoined,
@@ -11,13 +14,10 @@ from dora_rl.core.events import (
     VersionEvicted,
     VersionInstalled,
 )
-from dora_rl.core.handlers.common import absorb, live_instance, refuse
-from dora_rl.core.handlers.trajectories import attempt_failed
-from dora_rl.core.placement import Instance
-from dora_rl.core.rebalancing import KV_LOW, relieve
-from dora_rl.core.state import State
-from dora_rl.core.timers import Wait
-from dora_rl.core.types import HostState
+from dora_rl.core.protocol.types import HostState
+from dora_rl.core.state.fleet import Instance
+from dora_rl.core.state.run import State
+from dora_rl.core.state.timers import Wait
 
 
 def instance_joined(state: State, event: InstanceJoined) -> None:
@@ -30,7 +30,7 @@ def instance_joined(state: State, event: InstanceJoined) -> None:
     ):
         return absorb(state, "duplicate")
     if present is not None:
-        hosting.lose(state, present, "superseded", expel=False)
+        host.lose(state, present, "superseded", expel=False)
     instance = Instance(
         event.instance,
         event.incarnation,
@@ -49,7 +49,7 @@ def instance_joined(state: State, event: InstanceJoined) -> None:
         instance.incarnation,
     )
     if state.versions.newest >= 0:
-        hosting.convert(state, instance, state.versions.newest, None)
+        host.convert(state, instance, state.versions.newest, None)
         state.rebalance_soon()
 
 
@@ -64,14 +64,14 @@ def instance_progressed(state: State, event: InstanceProgressed) -> None:
         return
     here = instance.id
     now = instance.heard_at = state.now
-    records = state.ledger.trajectories
-    for name, fence, tokens in event.lengths:
-        trajectory = records.get(name)
+    records = state.work.trajectories
+    for trajectory_id, fence, tokens in event.lengths:
+        trajectory = records.get(trajectory_id)
         if trajectory is not None and trajectory.fence == fence and trajectory.instance == here:
             trajectory.tokens = tokens
             trajectory.progress_at = now
-    for name, fence, tokens in event.saved:
-        trajectory = records.get(name)
+    for trajectory_id, fence, tokens in event.saved:
+        trajectory = records.get(trajectory_id)
         if trajectory is not None and trajectory.fence == fence and trajectory.instance == here:
             trajectory.saved = max(trajectory.saved, tokens)
     _watch_pressure(state, instance, event.kv_tokens)
@@ -101,16 +101,16 @@ def _find_stuck(state: State, instance: Instance) -> None:
     limit = state.now - state.settings.trajectory_timeout_s
     if state.resumed_at > limit:
         return  # everything stood still not long ago
-    records = state.ledger.trajectories
+    records = state.work.trajectories
     stuck = [
         t
         for residents in instance.residents.values()
         for t in residents
         if records[t].progress_at < limit
     ]
-    for name in sorted(stuck):
-        if name in records:  # a sibling's failure may have ended it meanwhile
-            attempt_failed(state, records[name], "timeout")
+    for trajectory_id in sorted(stuck):
+        if trajectory_id in records:  # a sibling's failure may have ended it meanwhile
+            attempt_failed(state, records[trajectory_id], "timeout")
 
 
 def instance_leaving(state: State, event: InstanceLeaving) -> None:
@@ -123,8 +123,8 @@ def instance_leaving(state: State, event: InstanceLeaving) -> None:
     if not instance.ticket:
         instance.incoming = instance.outgoing = None
     for version in sorted(instance.residents):
-        hosting.evacuate(state, instance, version)
-    hosting.await_fleet(state)
+        host.evacuate(state, instance, version)
+    host.await_fleet(state)
     state.disturbed.add(instance.id)
     state.rebalance_soon()
 
@@ -132,13 +132,13 @@ def instance_leaving(state: State, event: InstanceLeaving) -> None:
 def instance_failed(state: State, event: InstanceFailed) -> None:
     instance = live_instance(state, event.instance, event.incarnation)
     if instance is not None:
-        hosting.lose(state, instance, event.reason, expel=False)
+        host.lose(state, instance, event.reason, expel=False)
 
 
 def instance_stopped(state: State, event: InstanceStopped) -> None:
     instance = live_instance(state, event.instance, event.incarnation)
     if instance is not None:
-        hosting.lose(state, instance, "stopped", expel=False, blame=False)
+        host.lose(state, instance, "stopped", expel=False, blame=False)
 
 
 def version_installed(state: State, event: VersionInstalled) -> None:
@@ -147,15 +147,15 @@ def version_installed(state: State, event: VersionInstalled) -> None:
         return
     if event.digest != state.versions.live[event.version].digest:
         state.counters["wrong_weights"] += 1
-        hosting.lose(state, instance, f"installed wrong weights `{event.digest}`", expel=True)
+        host.lose(state, instance, f"installed wrong weights `{event.digest}`", expel=True)
     else:
-        hosting.installed(state, instance, event.version)
+        host.installed(state, instance, event.version)
 
 
 def install_failed(state: State, event: InstallFailed) -> None:
     instance = _asked(state, event, HostState.INSTALLING)
     if instance is not None:
-        hosting.repeat(state, instance, event.reason)
+        host.repeat(state, instance, event.reason)
 
 
 def version_evicted(state: State, event: VersionEvicted) -> None:
@@ -165,8 +165,8 @@ def version_evicted(state: State, event: VersionEvicted) -> None:
     if instance.incoming is not None:  # dropped to make room: the install will answer for it
         return absorb(state, "duplicate")
     instance.ticket = instance.attempts = 0
-    hosting.drop_host(state, instance, event.version)
-    hosting.let_go(state, instance)
+    host.drop_host(state, instance, event.version)
+    host.let_go(state, instance)
 
 
 def _asked(

@@ -1,17 +1,17 @@
 """Answers to the two phases of a migration, and to parking."""
 
-from dora_rl.core import hosting
-from dora_rl.core.events import (
+from dora_rl.core.actions import host
+from dora_rl.core.actions.migrate import commit_migration, reserved, undo_migration
+from dora_rl.core.handlers.common import absorb, live_instance, refuse
+from dora_rl.core.protocol.events import (
     MigrationCompleted,
     MigrationFailed,
     MigrationReserved,
     TrajectoriesParked,
 )
-from dora_rl.core.handlers.common import absorb, live_instance, refuse
-from dora_rl.core.migration import Migration, Phase
-from dora_rl.core.state import State
-from dora_rl.core.transfers import commit_migration, reserved, undo_migration
-from dora_rl.core.types import MigrationId, Placement, TrajectoryState
+from dora_rl.core.protocol.types import MigrationId, Placement, TrajectoryState
+from dora_rl.core.state.run import State
+from dora_rl.core.state.transfers import Migration, Phase
 
 
 def trajectories_parked(state: State, event: TrajectoriesParked) -> None:
@@ -20,8 +20,8 @@ def trajectories_parked(state: State, event: TrajectoriesParked) -> None:
         return
     if not instance.parking:
         return absorb(state, "duplicate")
-    for name, fence in event.parked:
-        trajectory = state.ledger.trajectories.get(name)
+    for trajectory_id, fence in event.parked:
+        trajectory = state.work.trajectories.get(trajectory_id)
         if (
             trajectory is not None
             and trajectory.fence == fence
@@ -30,10 +30,10 @@ def trajectories_parked(state: State, event: TrajectoriesParked) -> None:
             and trajectory.version == instance.outgoing
         ):
             trajectory.migration = None
-            state.fleet.discard(instance, trajectory.version, name, trajectory.paused)
-            state.fleet.park(instance, trajectory.version, name)
-            state.ledger.park(trajectory)
-    hosting.emptied(state, instance)
+            state.fleet.discard(instance, trajectory.version, trajectory_id, trajectory.paused)
+            state.fleet.park(instance, trajectory.version, trajectory_id)
+            state.work.park(trajectory)
+    host.emptied(state, instance)
 
 
 def migration_reserved(state: State, event: MigrationReserved) -> None:
@@ -62,10 +62,10 @@ def migration_failed(state: State, event: MigrationFailed) -> None:
         undo_migration(state, migration, tell=True)
 
 
-def _migration(state: State, event: object, name: MigrationId) -> Migration | None:
-    if not 0 <= name < state.migrations.next_id:
+def _migration(state: State, event: object, migration_id: MigrationId) -> Migration | None:
+    if not 0 <= migration_id < state.migrations.next_id:
         refuse(event, "the migration was never begun")
-    migration = state.migrations.live.get(name)
+    migration = state.migrations.live.get(migration_id)
     if migration is None:
         absorb(state, "duplicate")
     return migration

@@ -2,16 +2,16 @@
 
 from collections.abc import Callable
 
-from dora_rl.core import hosting
-from dora_rl.core.ends import end_group, halt, send_judge
-from dora_rl.core.events import TimerFired
+from dora_rl.core.actions import host
+from dora_rl.core.actions.finish import end_group, halt, send_judge
+from dora_rl.core.actions.migrate import undo_migration
+from dora_rl.core.actions.supply import send_fetch
 from dora_rl.core.handlers.training import publish_again, train_again
 from dora_rl.core.handlers.trajectories import attempt_failed
-from dora_rl.core.state import State, TrainerPhase
-from dora_rl.core.supply import send_fetch
-from dora_rl.core.timers import Timer, Wait
-from dora_rl.core.transfers import undo_migration
-from dora_rl.core.types import GroupState, TrajectoryState
+from dora_rl.core.protocol.events import TimerFired
+from dora_rl.core.protocol.types import GroupState, TrajectoryState
+from dora_rl.core.state.run import State, TrainerPhase
+from dora_rl.core.state.timers import Timer, Wait
 
 
 def timer_fired(state: State, event: TimerFired) -> None:
@@ -27,7 +27,7 @@ def _no_heartbeat(state: State, timer: Timer) -> None:
     due = instance.heard_at + state.settings.heartbeat_timeout_s
     if state.now >= due:
         silent = state.now - instance.heard_at
-        hosting.lose(state, instance, f"silent for {silent:.0f} s", expel=True)
+        host.lose(state, instance, f"silent for {silent:.0f} s", expel=True)
     else:
         state.timers.set(due, *timer[1:])
 
@@ -35,7 +35,7 @@ def _no_heartbeat(state: State, timer: Timer) -> None:
 def _no_install(state: State, timer: Timer) -> None:
     instance = state.fleet.instances.get(timer.subject)
     if instance is not None and instance.ticket == timer.ticket:
-        hosting.repeat(state, instance, f"did not answer a {timer.wait} command")
+        host.repeat(state, instance, f"did not answer a {timer.wait} command")
 
 
 def _no_migration(state: State, timer: Timer) -> None:
@@ -45,7 +45,7 @@ def _no_migration(state: State, timer: Timer) -> None:
 
 
 def _no_score(state: State, timer: Timer) -> None:
-    trajectory = state.ledger.trajectories.get(timer.subject)
+    trajectory = state.work.trajectories.get(timer.subject)
     if (
         trajectory is not None
         and trajectory.fence == timer.ticket
@@ -55,7 +55,7 @@ def _no_score(state: State, timer: Timer) -> None:
 
 
 def _no_judgement(state: State, timer: Timer) -> None:
-    group = state.ledger.groups.get(timer.subject)
+    group = state.work.groups.get(timer.subject)
     if group is None or group.state is not GroupState.JUDGING or group.attempts != timer.ticket:
         return
     if group.attempts > state.settings.max_retries:

@@ -1,30 +1,33 @@
 """The trainer answers, and versions are published and pinned."""
 
-from dora_rl.core import hosting
-from dora_rl.core.commands import Publish, Resume
-from dora_rl.core.duties import send_batch
-from dora_rl.core.ends import end_group, halt
-from dora_rl.core.events import (
+from dataclasses import replace
+
+from dora_rl.core.actions import host
+from dora_rl.core.actions.finish import end_group, halt
+from dora_rl.core.actions.train import send_batch
+from dora_rl.core.handlers.common import absorb, refuse
+from dora_rl.core.protocol.commands import Publish, Resume
+from dora_rl.core.protocol.events import (
     BatchFailed,
     BatchRejected,
     BatchTrained,
     PublicationFailed,
+    StepLimitRaised,
     VersionPinned,
     VersionUnpinned,
     WeightsPublished,
 )
-from dora_rl.core.handlers.common import absorb, refuse
-from dora_rl.core.state import State, TrainerPhase
-from dora_rl.core.timers import Wait
-from dora_rl.core.types import TrajectoryState
+from dora_rl.core.protocol.types import TrajectoryState
+from dora_rl.core.state.run import State, TrainerPhase
+from dora_rl.core.state.timers import Wait
 
 
 def batch_trained(state: State, event: BatchTrained) -> None:
     if not _expected_step(state, event, event.step):
         return
     trainer = state.trainer
-    for name in trainer.batch:
-        end_group(state, state.ledger.groups[name])
+    for group_id in trainer.batch:
+        end_group(state, state.work.groups[group_id])
     trainer.batch = ()
     trainer.step += 1
     trainer.phase = TrainerPhase.PUBLISHING
@@ -47,8 +50,8 @@ def batch_rejected(state: State, event: BatchRejected) -> None:
     trainer = state.trainer
     if event.groups != trainer.batch:
         return absorb(state, "duplicate")
-    for name in trainer.batch:
-        end_group(state, state.ledger.groups[name], failed=event.reason)
+    for group_id in trainer.batch:
+        end_group(state, state.work.groups[group_id], failed=event.reason)
     trainer.batch = ()
     trainer.phase = TrainerPhase.IDLE
     trainer.rejections += 1
@@ -56,7 +59,7 @@ def batch_rejected(state: State, event: BatchRejected) -> None:
         halt(
             state,
             ok=False,
-            reason=f"train step {trainer.step} rejected {trainer.rejections} batches in a row: "
+            reason=f"train step {trainer.step + 1} rejected {trainer.rejections} batches in a row: "
             f"{event.reason}",
         )
     else:
@@ -84,7 +87,7 @@ def train_again(state: State, reason: str) -> None:
         halt(
             state,
             ok=False,
-            reason=f"train step {state.trainer.step} failed "
+            reason=f"train step {state.trainer.step + 1} failed "
             f"{state.trainer.attempts} times: {reason}",
         )
 
@@ -107,20 +110,20 @@ def weights_published(state: State, event: WeightsPublished) -> None:
     state.versions.publish(event.version, event.digest)
     state.lease_dropped = True
     if not state.paradigm.pins_version:
-        for trajectory in state.ledger.trajectories.values():
+        for trajectory in state.work.trajectories.values():
             if trajectory.state is TrajectoryState.WAITING:
-                state.ledger.rebind(trajectory, event.version)
+                state.work.rebind(trajectory, event.version)
         state.unplaced.add(event.version)
     for instance in state.fleet.instances.values():
         if not instance.hosts and instance.settled and not instance.leaving:
-            hosting.convert(state, instance, event.version, None)
-    hosting.await_fleet(state)
+            host.convert(state, instance, event.version, None)
+    host.await_fleet(state)
     _resume(state)
     state.rebalance_now = True
 
 
 def _resume(state: State) -> None:
-    """Training is over for now: whoever stood still for it goes on."""
+    """Training is over for now: suspended instances continue."""
     if state.suspended:
         state.suspended = False
         state.resumed_at = state.now
@@ -167,3 +170,16 @@ def version_unpinned(state: State, event: VersionUnpinned) -> None:
         return absorb(state, "duplicate")
     record.pins.discard(event.holder)
     state.lease_dropped = True
+
+
+def step_limit_raised(state: State, event: StepLimitRaised) -> None:
+    """A run that had taken all of its steps is not done any more."""
+    limit = state.settings.max_steps
+    if not limit or event.max_steps <= limit:
+        refuse(event, "the limit of steps is not raised by it")
+    if state.halted and (
+        state.trainer.step < limit or state.trainer.phase is not TrainerPhase.IDLE
+    ):
+        refuse(event, "the run has ended, and not because all steps were taken")
+    state.halted = False
+    state.settings = replace(state.settings, max_steps=event.max_steps)

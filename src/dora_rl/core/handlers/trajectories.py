@@ -1,21 +1,22 @@
 """Trajectories finish, wait for their environments, fail and are scored; groups are judged."""
 
-from dora_rl.core import hosting
-from dora_rl.core.commands import Score
-from dora_rl.core.ends import complete_if_scored, end_group, fail
-from dora_rl.core.events import (
+from dora_rl.core.actions import host
+from dora_rl.core.actions.finish import complete_if_scored, end_group, fail
+from dora_rl.core.handlers.common import absorb, placed_trajectory, refuse
+from dora_rl.core.protocol.commands import Score
+from dora_rl.core.protocol.events import (
     GroupJudged,
     TrajectoryFailed,
     TrajectoryFinished,
     TrajectoryPaused,
+    TrajectoryRefused,
     TrajectoryResumed,
     TrajectoryScored,
 )
-from dora_rl.core.handlers.common import absorb, placed_trajectory, refuse
-from dora_rl.core.ledger import Trajectory
-from dora_rl.core.state import State
-from dora_rl.core.timers import Wait
-from dora_rl.core.types import Fence, GroupState, TrajectoryState
+from dora_rl.core.protocol.types import Fence, GroupState, TrajectoryState
+from dora_rl.core.state.run import State
+from dora_rl.core.state.timers import Wait
+from dora_rl.core.state.work import Trajectory
 
 _T = TrajectoryState
 
@@ -39,10 +40,10 @@ def trajectory_finished(state: State, event: TrajectoryFinished) -> None:
             _reject_mixed(state, trajectory, event.fence)
             return
     if trajectory.fence != event.fence:  # finished at the target before the commit was heard of
-        hosting.cancel(state, trajectory)
+        host.cancel(state, trajectory)
         trajectory.fence = event.fence
-    hosting.take_off(state, trajectory)
-    state.ledger.generated(trajectory, event.tokens)
+    host.take_off(state, trajectory)
+    state.work.generated(trajectory, event.tokens)
     _send_score(state, trajectory)
 
 
@@ -55,7 +56,7 @@ def _reject_mixed(state: State, trajectory: Trajectory, fence: Fence) -> None:
         culprit = state.migrations.live[trajectory.migration].target
     assert culprit is not None
     instance = state.fleet.instances[culprit]
-    hosting.lose(state, instance, "sampled from wrong weights", expel=True)
+    host.lose(state, instance, "sampled from wrong weights", expel=True)
 
 
 def _send_score(state: State, trajectory: Trajectory) -> None:
@@ -90,7 +91,7 @@ def _set_paused(state: State, trajectory: Trajectory, paused: bool) -> None:
         return
     assert trajectory.instance is not None
     instance = state.fleet.instances[trajectory.instance]
-    state.ledger.set_paused(trajectory, paused)
+    state.work.set_paused(trajectory, paused)
     state.fleet.set_paused(instance, paused)
     trajectory.progress_at = state.now
     state.unplaced.update(instance.hosts)
@@ -106,6 +107,17 @@ def trajectory_failed(state: State, event: TrajectoryFailed) -> None:
         absorb(state, "duplicate")
 
 
+def trajectory_refused(state: State, event: TrajectoryRefused) -> None:
+    trajectory = placed_trajectory(state, event, event.trajectory, event.fence)
+    if trajectory is None:
+        return
+    if trajectory.state in (_T.RUNNING, _T.PARKED):
+        host.cancel(state, trajectory)
+        fail(state, trajectory, event.reason)
+    else:
+        absorb(state, "duplicate")
+
+
 def attempt_failed(state: State, trajectory: Trajectory, reason: str) -> None:
     """One attempt failed: try again on the same version, until the limit."""
     trajectory.failures += 1
@@ -116,15 +128,15 @@ def attempt_failed(state: State, trajectory: Trajectory, reason: str) -> None:
             _send_score(state, trajectory)
             return
     else:
-        hosting.cancel(state, trajectory)
+        host.cancel(state, trajectory)
         if not final:
-            hosting.requeue(state, trajectory)
+            host.requeue(state, trajectory)
             return
     fail(state, trajectory, reason)
 
 
 def trajectory_scored(state: State, event: TrajectoryScored) -> None:
-    trajectory = state.ledger.trajectories.get(event.trajectory)
+    trajectory = state.work.trajectories.get(event.trajectory)
     if trajectory is not None and trajectory.instance is not None:
         refuse(event, "a score came before the trajectory was whole")
     trajectory = placed_trajectory(state, event, event.trajectory, event.fence)
@@ -132,22 +144,22 @@ def trajectory_scored(state: State, event: TrajectoryScored) -> None:
         return
     if trajectory.state is not _T.GENERATED:
         return absorb(state, "duplicate")
-    state.ledger.scored(trajectory)
-    group = state.ledger.groups[trajectory.group]
+    state.work.scored(trajectory)
+    group = state.work.groups[trajectory.group]
     state.quiet = group.unscored > 0
     complete_if_scored(state, group)
 
 
 def group_judged(state: State, event: GroupJudged) -> None:
-    if not 0 <= event.group < state.ledger.issued:
+    if not 0 <= event.group < state.work.issued:
         refuse(event, "the group was never issued")
-    group = state.ledger.groups.get(event.group)
+    group = state.work.groups.get(event.group)
     if group is None or group.state in (GroupState.READY, GroupState.TRAINING):
         return absorb(state, "duplicate")
     if group.state is GroupState.OPEN:
         refuse(event, "the group is not complete, and no judgement was asked for")
     if event.filtered is None:
-        state.ledger.keep(group)
+        state.work.keep(group)
         state.wasted_groups = 0
     else:
         end_group(state, group, filtered=event.filtered)

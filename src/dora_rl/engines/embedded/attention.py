@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dora_rl.machine.fast_paths import Unavailable, fast_path
-from dora_rl.models.linear import best_time
+from dora_rl.models.linear import LINE, best_time, filled_up
 
 _MASKED = -1e30  # finite: a block that nobody reads must not become NaN
 # exp is up to a hundred times slower where its result is denormal or zero. Beside a weight of 1,
@@ -230,12 +230,14 @@ class ExactAttention:
     """The same in an order of additions that depends on nothing but the row itself.
 
     `reads_R` has the readings of each row, in the order of the tokens. Every
-    (row, block) is a product of its own, and each row's partial results are added up one after
-    another: slower, and bit for bit the same whatever the other rows are.
+    (row, block) is a product of its own, filled up to whole cache lines so that all of them begin
+    where one does, and each row's partial results are added up one after another: slower, and bit
+    for bit the same whatever the other rows are.
     """
 
     def __init__(self, reads_R: Sequence[Sequence[Reading]], block_tokens: int) -> None:
-        self._tokens = torch.arange(block_tokens)
+        self._tokens = filled_up(torch.arange(block_tokens), LINE)
+        self._tokens[block_tokens:] = block_tokens  # which no row has read
         self._rounds = []
         for place in range(max(map(len, reads_R))):
             reads = [reads[place] for reads in reads_R if place < len(reads)]
@@ -246,12 +248,12 @@ class ExactAttention:
     ) -> Tensor:
         rows, heads, width = q_RHD.shape
         kv_heads = keys_NKDT.shape[1]
-        q = (q_RHD * scale).reshape(rows, kv_heads, heads // kv_heads, width)
+        q = filled_up(q_RHD * scale, LINE).reshape(rows, kv_heads, heads // kv_heads, -1)
         top = q.new_full((*q.shape[:3], 1), _MASKED)
         total = torch.zeros_like(top)
         out = torch.zeros_like(q)
         for row, block, fill in self._rounds:
-            scores = torch.matmul(q[row], keys_NKDT[block].float())
+            scores = torch.matmul(q[row], filled_up(keys_NKDT[block].float(), LINE, LINE))
             empty = self._tokens >= fill[:, None, None, None]
             scores.masked_fill_(empty, _MASKED)
             higher = torch.maximum(top[row], scores.amax(-1, keepdim=True))
@@ -259,8 +261,9 @@ class ExactAttention:
             weights = (scores - higher).clamp_(min=_LOWEST).exp_().masked_fill_(empty, 0)
             top[row] = higher
             total[row] = total[row] * fade + weights.sum(-1, keepdim=True)
-            out[row] = out[row] * fade + torch.matmul(weights, values_NKTD[block].float())
-        return (out / total).view(rows, heads * width)
+            values = filled_up(values_NKTD[block].float(), LINE, LINE)
+            out[row] = out[row] * fade + torch.matmul(weights, values)
+        return (out / total)[..., :width].reshape(rows, heads * width)
 
 
 def causal(q_CHD: Tensor, keys_KDT: Tensor, values_KTD: Tensor, first: int, scale: float) -> Tensor:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import torch
 
-from dora_rl.core.types import TrajectoryId, Version
+from dora_rl.core.protocol.types import TrajectoryId, Version
 from dora_rl.engines import wire
 from dora_rl.engines.base import (
+    Capabilities,
     Failed,
     FinishReason,
     Load,
@@ -25,6 +26,7 @@ from dora_rl.engines.base import (
     check_extension,
 )
 from dora_rl.engines.embedded import moving
+from dora_rl.engines.embedded.exactness import check_exact
 from dora_rl.engines.embedded.forwarding import Chunk, Forwarder
 from dora_rl.engines.embedded.kv import KvPool
 from dora_rl.engines.embedded.refusals import check_request, check_tensors, check_vocabulary
@@ -46,7 +48,7 @@ from dora_rl.models.decoder import Decoder, build
 from dora_rl.models.linear import Layout, onednn_order
 from dora_rl.models.stacking import stacked_steps
 from dora_rl.models.tokenizer import StopStrings, Tokenizer, load_tokenizer
-from dora_rl.weights.loading import open_version
+from dora_rl.weights.loading import LoadedWeights, open_version
 
 # A version up to this size is stepped together with the others: see docs/engine.md.
 _STACKED_BYTES = 32 << 20
@@ -86,6 +88,7 @@ class EmbeddedEngine:
         self._scheduler = Scheduler(self._pool, self.settings.slots)
         self._forwarder = Forwarder(config, self._pool, exact=exact)
         self._live: dict[Version, _Live] = {}
+        self._tried = False  # whether products are exact here
         self._small = False  # so that a step is bound by the number of operations
         self._stops: dict[TrajectoryId, StopStrings] = {}
         self._plan: tuple[list[Sampling], SamplingPlan] | None = None
@@ -98,9 +101,18 @@ class EmbeddedEngine:
         """An engine for the versions of the model in a Hugging Face directory."""
         return cls(read_config(directory), settings, load_tokenizer(directory))
 
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            version_slots=self.settings.version_slots,
+            kv_export=True,
+            parking=True,
+            exact_noise=True,
+        )
+
     # Versions
 
-    def install(self, version: Version, directory: Path) -> str:
+    def install(self, version: Version, directory: Path, evict: Version | None = None) -> str:
         weights = open_version(directory)
         if version in self._live:
             digest = self._live[version].digest
@@ -110,24 +122,43 @@ class EmbeddedEngine:
                     f"`{weights.digest}`. A version never changes; give the weights a new one."
                 )
             return digest
-        if len(self._live) >= self.settings.version_slots:
+        full = len(self._live) >= self.settings.version_slots
+        if full and evict not in self._live:
             raise VersionRefused(
                 f"all {self.settings.version_slots} version slots are taken, by versions "
-                f"{sorted(self._live)}. Retire one before installing version {version}."
+                f"{sorted(self._live)}. Evict one to install version {version}."
             )
         check_tensors(self.config, directory, weights.tensors)
+        try:
+            if full and evict is not None:
+                self.evict(evict)
+            self._load(version, weights)
+        except (RuntimeError, MemoryError) as error:  # torch's own, of memory above all
+            self._live.pop(version, None)
+            self._forwarder.stack({})  # it may hold what is gone; the others are stepped apart
+            raise VersionRefused(
+                f"version {version} could not be loaded from `{directory}`: "
+                f"{type(error).__name__}: {error}. Here are versions {sorted(self._live)}. Free "
+                "memory, or lower rollout.version_slots or rollout.kv_budget_tokens."
+            ) from error
+        return weights.digest
+
+    def _load(self, version: Version, weights: LoadedWeights) -> None:
+        """Build a version from its weights; from then on it is live."""
         nbytes = sum(tensor.nbytes for tensor in weights.tensors.values())
         layout = self.settings.layout_for(nbytes)
         in_bf16 = any(tensor.dtype == torch.bfloat16 for tensor in weights.tensors.values())
         narrow = self._narrow_rows() if in_bf16 and layout is Layout.PACKED else 0
         with torch.inference_mode():
             decoder = build(self.config, weights.tensors, layout, narrow_rows=narrow)
+            if self.settings.deterministic and not self._tried:  # the others have its shapes
+                check_exact(decoder, self.settings.block_tokens)
+                self._tried = True
         self._live[version] = _Live(decoder, weights.digest)
         self._small = layout is Layout.PACKED and nbytes <= _STACKED_BYTES
         self._restack()
-        return weights.digest
 
-    def retire(self, version: Version) -> None:
+    def evict(self, version: Version) -> None:
         if here := [s.id for s in self._scheduler.sequences.values() if s.version == version]:
             raise VersionRefused(
                 f"version {version} has {len(here)} trajectories here, `{here[0]}` among them. "
@@ -136,12 +167,6 @@ class EmbeddedEngine:
         if self._live.pop(version, None) is not None:
             self._restack()
         self._rates.forget(version)
-
-    def carry(self, source: Version, target: Version) -> None:
-        self._live_version(target)
-        for sequence in self._scheduler.sequences.values():
-            if sequence.version == source:
-                self._scheduler.carry(sequence, target)
 
     # Trajectories
 
@@ -156,7 +181,9 @@ class EmbeddedEngine:
         check_request(request, self.config, self._pool, has_tokenizer=has_tokenizer)
         if request.sampling.stop and self._tokenizer is not None:
             self._stops[request.trajectory] = StopStrings(request.sampling.stop, self._tokenizer)
-        self._scheduler.add(request)
+        sequence = self._scheduler.add(request)
+        if request.held:
+            self._scheduler.hold(sequence)
 
     def extend(self, trajectory: TrajectoryId, tokens: tuple[int, ...]) -> None:
         sequence = self._sequence(trajectory)
@@ -166,7 +193,7 @@ class EmbeddedEngine:
                 "`hold`, and extend it when its turn has ended."
             )
         response = len(sequence.own) - 1
-        check_extension(sequence.request, response, tokens, self.config.context)
+        check_extension(sequence.request, response, tokens, self.context)
         check_vocabulary(trajectory, tokens, self.config)
         self._scheduler.extend(sequence, tokens)
 
@@ -176,9 +203,6 @@ class EmbeddedEngine:
             return False
         self._forget(sequence)
         return True
-
-    def park(self, trajectory: TrajectoryId) -> None:
-        self._scheduler.park(self._sequence(trajectory), ParkReason.ASKED)
 
     def resume(self, trajectory: TrajectoryId) -> None:
         self._scheduler.resume(self._sequence(trajectory))
@@ -202,13 +226,8 @@ class EmbeddedEngine:
                 "same weights."
             )
         kv = moving.kv_of(self.config, export, self._pool.keys_LNKDT.dtype)
-        check_vocabulary(request.trajectory, export.generated[-1:], self.config)
         self.submit(request)
-        sequence = self._sequence(request.trajectory)
-        self._scheduler.bring(sequence, kv)
-        if export.held:
-            sequence.own.append(export.generated[-1])
-            self._scheduler.hold(sequence)
+        self._scheduler.bring(self._sequence(request.trajectory), kv)
         return request.trajectory
 
     # Work
@@ -224,6 +243,10 @@ class EmbeddedEngine:
                 ready.sort(key=lambda s: s.version)
                 outputs += self._advance(ready, self._draw(decoders, ready))
         return outputs
+
+    @property
+    def context(self) -> int:
+        return self.config.context
 
     @property
     def idle(self) -> bool:
@@ -329,7 +352,7 @@ class EmbeddedEngine:
             return FinishReason.STOP_STRING
         if len(sequence.own) - 1 >= sampling.max_tokens:
             return FinishReason.MAX_TOKENS
-        if len(sequence.prompt.tokens) + len(sequence.own) >= self.config.context:
+        if len(sequence.prompt.tokens) + len(sequence.own) >= self.context:
             return FinishReason.CONTEXT
         return None
 

@@ -15,12 +15,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from dora_rl.core.types import Version
+from dora_rl.core.protocol.types import Version
 from dora_rl.engines.embedded.attention import BlockAttention, ExactAttention, Reading, causal
 from dora_rl.engines.embedded.kv import KvPool
 from dora_rl.engines.embedded.sequences import Prompt, Sequence
 from dora_rl.models.config import ModelConfig
-from dora_rl.models.decoder import Decoder, Part, forward, logits, rotary_of
+from dora_rl.models.decoder import Decoder, RowSpan, forward, logits, rotary_of
 from dora_rl.models.rope import RopeTable
 from dora_rl.models.stacking import stack
 
@@ -52,12 +52,12 @@ class Chunk:
 class _Stacking:
     """Rows of several versions in equal blocks: the stacked decoder, and where each row stands."""
 
-    part: Part
+    span: RowSpan
     at_R: Tensor
 
     def spread(self, x_R: Tensor) -> Tensor:
         """The rows where they stand, and zeros between."""
-        return x_R.new_zeros(self.part.stop, *x_R.shape[1:]).index_copy_(0, self.at_R, x_R)
+        return x_R.new_zeros(self.span.stop, *x_R.shape[1:]).index_copy_(0, self.at_R, x_R)
 
 
 class Forwarder:
@@ -82,7 +82,7 @@ class Forwarder:
         else:
             read = self._read_chunks(chunks)
         self._run(
-            _parts(decoders, [(chunk.version, chunk.count) for chunk in chunks]),
+            _spans(decoders, [(chunk.version, chunk.count) for chunk in chunks]),
             [token for chunk in chunks for token in chunk.tokens],
             [chunk.line.position + index for chunk, index in rows],
             [self._place(chunk.line, chunk.line.kv.tokens + index) for chunk, index in rows],
@@ -100,7 +100,7 @@ class Forwarder:
         counts as cached when the caller says so. With `exact` no row can touch another, not even
         by NaN.
         """
-        parts = _parts(decoders, [(sequence.version, 1) for sequence in sequences])
+        spans = _spans(decoders, [(sequence.version, 1) for sequence in sequences])
         stacking = None if self._exact or exact else self._stack_for(sequences)
         own = [self._reads_of_own(row, s, 1) for row, s in enumerate(sequences)]
         prompts = [self._reads_of_prompt(row, s.prompt) for row, s in enumerate(sequences)]
@@ -109,7 +109,7 @@ class Forwarder:
         else:
             read = self._read_blocks(sequences, own, prompts)
         hidden = self._run(
-            parts,
+            spans,
             [s.own[-1] for s in sequences],
             [s.position for s in sequences],
             [self._place(s, s.kv.tokens) for s in sequences],
@@ -117,8 +117,8 @@ class Forwarder:
             stacking,
         )
         if stacking is not None:
-            return logits([stacking.part], hidden).index_select(0, stacking.at_R)
-        return logits(parts, hidden)
+            return logits([stacking.span], hidden).index_select(0, stacking.at_R)
+        return logits(spans, hidden)
 
     def stack(self, decoders: Decoders) -> None:
         """From now on step these versions in one batched product where that pays; none: never."""
@@ -135,11 +135,11 @@ class Forwarder:
         if rows > _MOST_ROWS * len(sequences):
             return None
         at_R = [versions.index(v) * height + i for v, n in counts.items() for i in range(n)]
-        return _Stacking(Part(decoder, 0, rows), torch.tensor(at_R))
+        return _Stacking(RowSpan(decoder, 0, rows), torch.tensor(at_R))
 
     def _run(
         self,
-        parts: Series[Part],
+        spans: Series[RowSpan],
         tokens: Series[int],
         positions: Series[int],
         places: Series[tuple[int, int]],
@@ -157,14 +157,14 @@ class Forwarder:
 
         tokens_R = torch.tensor(tokens)
         if stacking is None:
-            return forward(parts, tokens_R, cos_RD, sin_RD, attend)
+            return forward(spans, tokens_R, cos_RD, sin_RD, attend)
 
         def attend_stacked(layer: int, *heads: Tensor) -> Tensor:
             q, k, v = (x.index_select(0, stacking.at_R) for x in heads)
             return stacking.spread(attend(layer, q, k, v))
 
         tokens_R, cos_RD, sin_RD = map(stacking.spread, (tokens_R, cos_RD, sin_RD))
-        return forward([stacking.part], tokens_R, cos_RD, sin_RD, attend_stacked)
+        return forward([stacking.span], tokens_R, cos_RD, sin_RD, attend_stacked)
 
     def _read_blocks(
         self,
@@ -248,11 +248,11 @@ class Forwarder:
         return line.kv.blocks[place], offset
 
 
-def _parts(decoders: Decoders, rows: Series[tuple[Version, int]]) -> list[Part]:
+def _spans(decoders: Decoders, rows: Series[tuple[Version, int]]) -> list[RowSpan]:
     """Runs of rows of the same version."""
-    parts: list[Part] = []
+    spans: list[RowSpan] = []
     stop = 0
     for version, run in groupby(rows, key=itemgetter(0)):
         start, stop = stop, stop + sum(count for _, count in run)
-        parts.append(Part(decoders[version], start, stop))
-    return parts
+        spans.append(RowSpan(decoders[version], start, stop))
+    return spans

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dora_rl.core.errors import SettingsError
+from dora_rl.core.protocol.errors import SettingsError
+from dora_rl.engines.kv_room import blocks_for
 from dora_rl.models.config import ModelConfig
 
 
@@ -49,7 +50,7 @@ class KvPool:
         return (self.num_blocks - self.free) * self.block_tokens
 
     def blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.block_tokens)
+        return blocks_for(tokens, self.block_tokens)
 
     def take_low(self) -> int:
         """The lowest free block, for one reader."""

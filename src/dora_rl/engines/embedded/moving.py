@@ -17,7 +17,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def export(config: ModelConfig, sequence: Sequence, digest: str, kv_L2TKD: Tensor) -> Export:
-    """All that the sequence needs to go on elsewhere."""
+    """All that the sequence needs to continue elsewhere."""
     request = sequence.request
     return Export(
         model=_kind(config),

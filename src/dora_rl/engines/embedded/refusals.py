@@ -5,10 +5,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from dora_rl.core.types import TrajectoryId
+from dora_rl.core.protocol.types import TrajectoryId
 from dora_rl.engines.base import Request
 from dora_rl.engines.embedded.kv import KvPool
 from dora_rl.engines.errors import RequestRefused
+from dora_rl.engines.fit import check_dtypes, check_shapes
+from dora_rl.engines.kv_room import blocks_needed
 from dora_rl.models.config import ModelConfig
 from dora_rl.weights.errors import WeightsError
 
@@ -19,7 +21,7 @@ def check_request(
     """Refuse what this model and this memory can never serve."""
     name = f"trajectory {request.trajectory}"
     known = len(request.prompt) + len(request.prefix)
-    if known >= config.context:
+    if known - request.held >= config.context:
         raise RequestRefused(
             f"the prompt of {name} has {known} tokens, prefix included: the context of this "
             f"model is {config.context}, and a token must fit in after it. Shorten it."
@@ -31,9 +33,9 @@ def check_request(
             f"{name} asks for stop strings, and this model has no tokenizer.json. "
             "Use stop_token_ids."
         )
-    before = len(request.prompt) - 1
-    own = min(request.sampling.max_tokens, config.context - before)
-    needed = pool.blocks_for(before) + pool.blocks_for(own)
+    needed = blocks_needed(
+        len(request.prompt), request.sampling.max_tokens, config.context, pool.block_tokens
+    )
     if needed > pool.num_blocks:
         raise RequestRefused(
             f"{name} may need {needed * pool.block_tokens} tokens of KV, and the budget is "
@@ -53,25 +55,9 @@ def check_vocabulary(trajectory: TrajectoryId, tokens: Iterable[int], config: Mo
 
 def check_tensors(config: ModelConfig, directory: Path, tensors: Mapping[str, Tensor]) -> None:
     """Refuse weights that are not exactly those of this model."""
-    wanted = config.tensors()
-    for name, shape in wanted.items():
-        if name not in tensors:
-            raise WeightsError(
-                f"tensor `{name}` is missing from `{directory}`. Is it another model's?"
-            )
-        found = tuple(tensors[name].shape)
-        if found != shape:
-            raise WeightsError(
-                f"tensor `{name}` in `{directory}` has the shape `{found}`: "
-                f"this model has {shape}. Is it another model's?"
-            )
-    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
-    if len(dtypes) > 1 or not dtypes <= {"float32", "bfloat16"}:
-        raise WeightsError(
-            f"the tensors in `{directory}` are of dtype `{', '.join(sorted(dtypes))}`: "
-            "all must be float32, or all bfloat16."
-        )
-    if foreign := sorted(tensors.keys() - wanted.keys()):
+    check_shapes(config, directory, {name: tuple(t.shape) for name, t in tensors.items()})
+    check_dtypes(directory, {str(t.dtype).removeprefix("torch.") for t in tensors.values()})
+    if foreign := sorted(tensors.keys() - config.tensors().keys()):
         raise WeightsError(
             f"tensor `{foreign[0]}` in `{directory}` is none of this model's. "
             "Is it another model's?"

@@ -1,7 +1,7 @@
 """Who runs, who waits, who is parked and who is held: slots and KV blocks of one engine.
 
 First come, first served: a trajectory never overtakes an older one, and when the KV memory is
-full the youngest gives way. Its KV moves to the host and comes back: nothing is dropped and
+full the youngest gives way. Its KV moves to host memory and comes back: nothing is dropped and
 nothing computed twice. Before one that runs gives way, all KV that nobody reads now does. Since
 every admitted request fits the memory alone, the oldest always gets on, so every trajectory ends.
 """
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from dora_rl.core.types import TrajectoryId, Version
+from dora_rl.core.protocol.types import TrajectoryId, Version
 from dora_rl.engines.base import Output, Parked, ParkReason, Request, Resumed
 from dora_rl.engines.embedded.kv import KvPool
 from dora_rl.engines.embedded.sequences import Cached, Prompt, Sequence, Stage
@@ -56,7 +56,7 @@ class Scheduler:
         del self.sequences[sequence.id]
 
     def park(self, sequence: Sequence, reason: ParkReason) -> None:
-        """Move the KV to the host and give up the slot. Parked already: only the reason."""
+        """Move the KV to host memory and give up the slot. Parked already: only the reason."""
         sequence.parked_for = reason
         if sequence.stage is Stage.HELD:
             self._offload(sequence.kv)
@@ -91,17 +91,6 @@ class Scheduler:
             self._queue(sequence)
         else:
             sequence.move_to(Stage.PARKED)
-
-    def carry(self, sequence: Sequence, version: Version) -> None:
-        """Go on under another version: the KV is of the old weights and must go."""
-        if sequence.stage is Stage.RUNNING:
-            self._leave(sequence)
-            self._queue(sequence)
-        self._release(sequence.kv)
-        tokens = sequence.prompt.tokens
-        self._let_go(sequence.prompt)
-        sequence.prompt = self._hold(version, tokens)
-        sequence.version = version
 
     def kv_of(self, sequence: Sequence) -> Tensor:
         """A copy of all KV of a sequence without a slot: that of its prompt, then its own."""
@@ -248,7 +237,7 @@ class Scheduler:
         return kv.host if kv.host is not None else self.pool.read(kv.blocks, kv.tokens)
 
     def _provide(self, kv: Cached, tokens: int) -> None:
-        """Blocks for so many tokens, with what was on the host."""
+        """Blocks for so many tokens, with what was in host memory."""
         while len(kv.blocks) < self.pool.blocks_for(tokens):
             kv.blocks.append(self.pool.take_low() if kv.low else self.pool.take_high())
         if kv.host is not None:

@@ -2,7 +2,7 @@
 
 The KV of a sequence has two parts: that of its prompt but the last token, shared by all
 sequences of the same version and prompt, and its own: the last prompt token and all after it,
-sampled or observed. Each part is in the pool (blocks), or on the host (a plain tensor), or not
+sampled or observed. Each part is in the pool (blocks), or in host memory (a plain tensor), or not
 there yet.
 """
 
@@ -11,20 +11,20 @@ from enum import StrEnum
 
 from torch import Tensor
 
-from dora_rl.core.types import TrajectoryId, Version, check_move
+from dora_rl.core.protocol.types import TrajectoryId, Version, check_move
 from dora_rl.engines.base import ParkReason, Request
 
 
 class Stage(StrEnum):
     QUEUED = "queued"  # waits for a slot
     RUNNING = "running"  # has a slot, and its KV in the pool
-    PARKED = "parked"  # no slot until it is resumed; its KV is on the host
+    PARKED = "parked"  # no slot until it is resumed; its KV is in host memory
     HELD = "held"  # its turn has ended: no slot until it is extended; its KV is kept
 
 
 STAGE_MOVES: dict[Stage, frozenset[Stage]] = {
     Stage.QUEUED: frozenset({Stage.RUNNING, Stage.PARKED, Stage.HELD}),
-    Stage.RUNNING: frozenset({Stage.PARKED, Stage.QUEUED, Stage.HELD}),
+    Stage.RUNNING: frozenset({Stage.PARKED, Stage.HELD}),
     Stage.PARKED: frozenset({Stage.QUEUED, Stage.RUNNING}),
     Stage.HELD: frozenset({Stage.QUEUED, Stage.PARKED}),
 }
@@ -81,15 +81,17 @@ class Sequence:
     kv: Cached = field(default_factory=Cached)
     stage: Stage = Stage.QUEUED
     parked_for: ParkReason | None = None  # one that is held can be parked too
-    version: Version = field(init=False)
     turn_start: int = field(init=False)  # index into `generated`
 
     def __post_init__(self) -> None:
-        self.version = self.request.version
         self.turn_start = self.request.turn_start
 
     def move_to(self, stage: Stage) -> None:
         self.stage = check_move(STAGE_MOVES, self.stage, stage, f"trajectory {self.id}")
+
+    @property
+    def version(self) -> Version:
+        return self.request.version
 
     @property
     def id(self) -> TrajectoryId:

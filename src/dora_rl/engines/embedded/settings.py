@@ -1,15 +1,14 @@
 """What a user may set of the embedded engine."""
 
-import os
 from dataclasses import dataclass
 
-from dora_rl.core.errors import SettingsError
+from dora_rl.core.protocol.errors import SettingsError
+from dora_rl.engines import kv_room
+from dora_rl.machine import cgroups
 from dora_rl.models.config import ModelConfig
 from dora_rl.models.linear import Layout
 
-_KV_SHARE_OF_MEMORY = 0.25  # the rest is for weights, the trainer and everything else
 _PACKED_SHARE_OF_MEMORY = 0.25
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +19,7 @@ class EngineSettings:
     version_slots: int = 4  # versions that are in memory at once
     kv_budget_tokens: int | None = None  # None: what the slots can use, within memory
     kv_dtype: str = "float32"
-    block_tokens: int = 32  # KV is given out in blocks of so many tokens
+    block_tokens: int = kv_room.BLOCK_TOKENS
     prefill_chunk: int = 512  # prompt tokens read in one step, at most
     layout: Layout | None = None  # form of the weights; None: packed where memory allows
     deterministic: bool = False  # bit-exact whatever the batch; slower
@@ -40,7 +39,7 @@ class EngineSettings:
             raise SettingsError(
                 f"rollout.layout must be one of {', '.join(Layout)}: `{self.layout}`."
             )
-        if self.kv_dtype not in _DTYPE_BYTES:
+        if self.kv_dtype not in kv_room.DTYPE_BYTES:
             raise SettingsError(f"rollout.kv_dtype must be float32 or bfloat16: `{self.kv_dtype}`.")
         if self.deterministic and self.layout not in (None, Layout.TILED):
             raise SettingsError(
@@ -51,12 +50,10 @@ class EngineSettings:
         """Blocks of the KV memory."""
         if self.kv_budget_tokens is not None:
             return self.kv_budget_tokens // self.block_tokens
-        token_bytes = (
-            2 * config.num_layers * config.num_kv_heads * config.head_dim
-        ) * _DTYPE_BYTES[self.kv_dtype]
-        fits = int(_memory_bytes() * _KV_SHARE_OF_MEMORY) // (token_bytes * self.block_tokens)
+        block_bytes = kv_room.token_bytes(config, self.kv_dtype) * self.block_tokens
+        fits = kv_room.memory_share() // block_bytes
         # A trajectory has a block begun for its prompt and one for what it generates.
-        useful = self.slots * (-(-config.context // self.block_tokens) + 1)
+        useful = self.slots * (kv_room.blocks_for(config.context, self.block_tokens) + 1)
         return max(1, min(fits, useful))
 
     def layout_for(self, weights_bytes: int) -> Layout:
@@ -67,9 +64,7 @@ class EngineSettings:
             return self.layout
         packed = 3 * weights_bytes * self.version_slots
         return (
-            Layout.PACKED if packed <= _memory_bytes() * _PACKED_SHARE_OF_MEMORY else Layout.MAPPED
+            Layout.PACKED
+            if packed <= cgroups.usable_memory() * _PACKED_SHARE_OF_MEMORY
+            else Layout.MAPPED
         )
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,7 +1,7 @@
 """Plans: which split, staleness bound, depth and version slots serve a cluster best.
 
 `question` turns flags into a scenario, `reduction` makes it small, `bounds` says what cannot
-win, `search` simulates what might, `verdict` chooses and says why.
+win, `search` simulates what might, `verdict` chooses and says why, `fixed_costs` how sure that is.
 """
 
 from dora_rl.simulator.planning.question import Problem, Question, pose

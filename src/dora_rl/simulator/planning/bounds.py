@@ -7,7 +7,7 @@ bound is below what another one has shown cannot win. Nothing here may run a sim
 from dataclasses import dataclass
 from math import ceil
 
-from dora_rl.core.settings import ParadigmName
+from dora_rl.core.protocol.settings import ParadigmName
 from dora_rl.simulator.scenarios import Scenario
 from dora_rl.simulator.workload import Sampler, Workload
 

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from dora_rl.config import apply_overrides, validate
-from dora_rl.core.errors import UserError
-from dora_rl.core.settings import ParadigmName
+from dora_rl.core.protocol.errors import UserError
+from dora_rl.core.protocol.settings import ParadigmName
 from dora_rl.simulator.costs import Costs
 from dora_rl.simulator.distributions import LogNormal
 from dora_rl.simulator.planning.bounds import Bounds, Lengths
+from dora_rl.simulator.planning.reduction import with_efficiency
 from dora_rl.simulator.planning.shapes import devices_per_instance, model_named, slots_of
-from dora_rl.simulator.scenarios import Scenario, load_scenario
+from dora_rl.simulator.scenarios import Scenario, foreign_constants, load_scenario
 from dora_rl.simulator.workload import Workload
 
 SOURCE = "the command line"
@@ -24,14 +25,15 @@ SOURCE = "the command line"
 _SEARCHED = {
     "cluster.train_devices": "The plan finds it.",
     "orchestration.pipeline_depth": "The plan finds it.",
-    "orchestration.version_slots": "The plan finds it.",
+    "rollout.version_slots": "The plan finds it.",
     "orchestration.max_staleness": "Use --max-staleness-limit.",
     "orchestration.paradigm": "The plan finds it.",
 }
-# Without a scenario: the batches of DAPO (arXiv 2503.14476), the default workload's lengths.
+# Without a scenario: the default workload's lengths, which the notes say.
 _BASE: dict[str, Any] = {
-    "scenario": {"title": "planned", "steps": 8, "warmup_steps": 3},
-    "orchestration": {"groups_per_step": 512, "group_size": 16, "max_staleness": 4},
+    "scenario": {"title": "planned", "warmup_steps": 3},
+    "run": {"steps": 8},
+    "orchestration": {"max_staleness": 4},
     "cluster": {"device": "H100", "train_devices": 1},
     "workload": {"group_correlation": 0.3},
 }
@@ -76,6 +78,8 @@ class Problem:
 
     scenario: Scenario
     notes: tuple[str, ...]
+    measured: frozenset[str] = frozenset()
+    """Keys of `[efficiency]` that the user gave on the command line."""
 
 
 def pose(question: Question) -> Problem:
@@ -89,7 +93,16 @@ def pose(question: Question) -> Problem:
         scenario = _from_file(name, question, notes)
     if question.train_step_minutes is not None:
         scenario = _calibrated(scenario, question.train_step_minutes, notes)
-    return Problem(scenario, tuple(notes))
+    return Problem(scenario, tuple(notes), _measured(question))
+
+
+def _measured(question: Question) -> frozenset[str]:
+    """What of `[efficiency]` was said here; a file may hold defaults that somebody wrote out."""
+    keys = [override.partition("=")[0].split(".") for override in question.overrides]
+    given = {key[-1].strip() for key in keys if "efficiency" in (part.strip() for part in key)}
+    if question.train_step_minutes is not None:
+        given.add("update_overhead_s")  # the measured step has it inside
+    return frozenset(given)
 
 
 def _refuse_searched(overrides: Sequence[str]) -> None:
@@ -102,23 +115,24 @@ def _refuse_searched(overrides: Sequence[str]) -> None:
 def _from_file(name: str, question: Question, notes: list[str]) -> Scenario:
     # Whatever the file says of what is searched, and also if it says nothing.
     searched = ["cluster.train_devices=1", "orchestration.pipeline_depth=0"]
-    searched.append("orchestration.version_slots=1")
+    searched.append("rollout.version_slots=1")
     flags = _flags(question, notes)
     if question.speaks_of_lengths:
         base = load_scenario(name, searched, paradigms=["sync"])
         flags += _lengths(question, base.workload)
     overrides = [*searched, *flags, *question.overrides]
-    return load_scenario(name, overrides, paradigms=["sync"], seed=question.seed)
+    scenario = load_scenario(name, overrides, paradigms=["sync"], seed=question.seed)
+    warning = foreign_constants(name, scenario)
+    notes += [] if warning is None else [warning]
+    return scenario
 
 
 def _from_flags(question: Question, notes: list[str]) -> Scenario:
-    if question.model is None or question.devices is None:
-        missing = "--model" if question.model is None else "--devices"
-        raise UserError(f"{missing} is missing: give a SCENARIO, or both --model and --devices.")
+    _refuse_missing(question)
     flags = [*_flags(question, notes), *_lengths(question, Workload()), *question.overrides]
     data = apply_overrides(_BASE, flags)
     if question.seed is not None:
-        data["scenario"]["seed"] = question.seed
+        data["run"]["seed"] = question.seed
     scenario = validate(Scenario, data, SOURCE)
     cluster = data["cluster"]
     if "devices_per_instance" not in cluster:
@@ -127,18 +141,53 @@ def _from_flags(question: Question, notes: list[str]) -> Scenario:
         )
         cluster["devices_per_instance"] = count
         notes.append(f"an instance has {count} device(s), so that half its memory is left to KV")
-    if "slots" not in cluster:
-        cluster["slots"] = _slots(validate(Scenario, data, SOURCE))
-        notes.append(f"an instance has {cluster['slots']} slots, as its KV memory allows")
+    rollout = data.setdefault("rollout", {})
+    if "slots" not in rollout:
+        rollout["slots"] = _slots(validate(Scenario, data, SOURCE))
+        notes.append(f"an instance has {rollout['slots']} slots, as its KV memory allows")
     scenario = validate(Scenario, data, SOURCE)
     scenario.setup(ParadigmName.SYNC)
+    notes += _assumed(question, scenario)
     return scenario
 
 
+def _refuse_missing(question: Question) -> None:
+    """Nobody can guess these: the batch alone may turn a gain of 1.1 into one of 3."""
+    needed = {
+        "--model": question.model,
+        "--devices": question.devices,
+        "--batch": question.batch,
+    }
+    missing = [flag for flag, value in needed.items() if value is None]
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        raise UserError(
+            f"{' and '.join(missing)} {verb} missing. Give a SCENARIO, or --model, --devices and "
+            "--batch (prompts in a step x responses to each, such as 512x16)."
+        )
+
+
+def _assumed(question: Question, scenario: Scenario) -> list[str]:
+    """What no flag says and the verdict hangs on."""
+    notes = []
+    lengths = scenario.workload
+    if not question.speaks_of_lengths:
+        notes.append(
+            f"lengths of responses are assumed: {lengths.mean_response_tokens():,.0f} tokens on "
+            f"average and {lengths.response_tokens.upper:,.0f} at most; give --lengths, or "
+            "--mean-length and --max-length"
+        )
+    if question.train_step_minutes is None:
+        share = scenario.efficiency.train_efficiency
+        notes.append(
+            f"training is assumed to reach {100 * share:.0f}% of the peak, in "
+            f"{scenario.cluster.updates_per_step} update(s) a step; give --train-step-minutes"
+        )
+    return notes
+
+
 def _slots(scenario: Scenario) -> int:
-    lengths = Lengths.of(
-        scenario.workload, scenario.scenario.seed, scenario.orchestration.group_size
-    )
+    lengths = Lengths.of(scenario.workload, scenario.run.seed, scenario.orchestration.group_size)
     try:
         costs = Costs(
             scenario.model,
@@ -219,8 +268,4 @@ def _calibrated(scenario: Scenario, minutes: float, notes: list[str]) -> Scenari
     notes.append(
         f"training reaches {100 * efficiency:.0f}% of the peak, as the measured step implies"
     )
-    plain = scenario.model_dump(mode="json", exclude_none=True)
-    plain["efficiency"]["train_efficiency"] = efficiency
-    for own in plain["paradigm"].values():
-        own["efficiency"].pop("train_efficiency", None)
-    return validate(Scenario, plain, SOURCE)
+    return with_efficiency(scenario, {"train_efficiency": efficiency})

@@ -13,6 +13,8 @@ _FULLER_BATCHES = 1.2
 # Fewer instances than this can be split only coarsely.
 _FEW_INSTANCES = 8
 
+NO_VERDICT = "Only sync was simulated, so there is no verdict."
+
 
 def bound_by(trial: Trial) -> str:
     """`training`, `rollout` or `tail`: what an asynchronous step waits for."""
@@ -125,6 +127,8 @@ def _what_staleness_buys(search: Search, best: Trial) -> str:
     """What a larger bound would add, if it was tried."""
     bound = best.candidate.max_staleness
     larger = [t for t in search.of(OURS) if t.candidate.max_staleness > bound]
+    if not larger and bound < search.max_staleness:
+        return f"No bound above K = {bound} was simulated."
     if not larger:
         return f"K = {bound} is the largest bound that was allowed."
     most = max(trial.tokens_per_s for trial in larger) / best.tokens_per_s - 1

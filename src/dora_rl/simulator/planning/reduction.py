@@ -11,12 +11,13 @@ Either way a step draws fewer lengths, so its longest one is a little shorter an
 is noisier. docs/planning.md says by how much.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
 from dora_rl.config import validate
-from dora_rl.core.settings import ParadigmName
+from dora_rl.core.protocol.settings import ParadigmName
 from dora_rl.simulator.planning.bounds import Lengths
 from dora_rl.simulator.scenarios import Scenario
 
@@ -33,12 +34,11 @@ _LOST_SLOTS = 0.04
 _SIZES = {
     "orchestration": (
         *("groups_per_step", "group_size", "max_steps"),
-        *("max_staleness", "pipeline_depth", "version_slots"),
+        *("max_staleness", "pipeline_depth"),
     ),
-    "cluster": (
-        *("devices", "devices_per_instance", "train_devices", "device"),
-        *("slots", "prompts", "reward_workers"),
-    ),
+    "rollout": ("slots", "version_slots"),
+    "task": ("reward_workers",),
+    "cluster": ("devices", "devices_per_instance", "train_devices", "device", "prompts"),
 }
 
 MEASURED_STEPS = 5
@@ -108,11 +108,11 @@ def reduce(real: Scenario, turns: float, max_staleness: int) -> Reduction:
     settings, cluster = real.orchestration, real.cluster
     instances = _instances(real)
     in_step = settings.groups_per_step * settings.group_size
-    filled = min(instances * cluster.slots / in_step, max_staleness + 1)
+    filled = min(instances * real.rollout.slots / in_step, max_staleness + 1)
     # The first steps fill the pipeline and train what is short; they are not measured.
     warmup = min(max(ceil(filled) + 1, _LEAST_WARMUP), _MOST_WARMUP)
     steps = warmup + MEASURED_STEPS
-    each = Lengths.of(real.workload, real.scenario.seed, settings.group_size).turns
+    each = Lengths.of(real.workload, real.run.seed, settings.group_size).turns
     wanted = in_step * each * (steps + filled) / turns
     wanted = max(1.0, min(wanted, settings.groups_per_step / MIN_GROUPS))
     peers = _peers(real, wanted)
@@ -120,7 +120,7 @@ def reduce(real: Scenario, turns: float, max_staleness: int) -> Reduction:
     plain = real.model_dump(mode="json", exclude_none=True)
     _shrink(plain, few / instances / peers, peers)
     plain["cluster"]["devices"] = few * cluster.devices_per_instance
-    plain["scenario"] |= {"steps": steps, "warmup_steps": warmup}
+    plain["run"]["steps"], plain["scenario"]["warmup_steps"] = steps, warmup
     return Reduction(real, validate(Scenario, plain, real.scenario.title), peers)
 
 
@@ -129,7 +129,7 @@ def _instances(scenario: Scenario) -> int:
 
 
 def _peers(real: Scenario, most: float) -> int:
-    slots = real.cluster.slots
+    slots = real.rollout.slots
     if real.model.experts is not None or real.model.active < real.model.parameters:
         return 1
     capacity = real.setup(ParadigmName.SYNC).params.costs().kv_capacity_tokens
@@ -155,9 +155,10 @@ def _shrink(plain: dict[str, Any], ratio: float, peers: int) -> None:
     # A plan is for the steady state: neither prompts nor steps run out.
     orchestration |= {"groups_per_step": groups, "pipeline_depth": 0, "max_steps": 0}
     cluster.pop("prompts", None)
-    cluster["slots"] = max(1, cluster["slots"] // peers)
-    if "reward_workers" in cluster:
-        cluster["reward_workers"] = max(1, round(cluster["reward_workers"] * ratio))
+    plain["rollout"]["slots"] = max(1, plain["rollout"]["slots"] // peers)
+    task = plain["task"]
+    if "reward_workers" in task:
+        task["reward_workers"] = max(1, round(task["reward_workers"] * ratio))
     model["parameters"] *= peers
     if "active_parameters" in model:
         model["active_parameters"] *= peers
@@ -166,21 +167,29 @@ def _shrink(plain: dict[str, Any], ratio: float, peers: int) -> None:
     model["kv_heads"] *= peers
 
 
-def with_settings(
-    scenario: Scenario, orchestration: dict[str, Any], train_devices: int | None
-) -> Scenario:
-    """The scenario with a candidate's values."""
+def with_settings(scenario: Scenario, values: Mapping[str, Mapping[str, Any]]) -> Scenario:
+    """The scenario with a candidate's values, by section."""
     plain = scenario.model_dump(mode="json", exclude_none=True)
-    plain["orchestration"] |= orchestration
-    if train_devices is not None:
-        plain["cluster"]["train_devices"] = train_devices
+    for section, own in values.items():
+        plain[section] |= own
+    return validate(Scenario, plain, scenario.scenario.title)
+
+
+def with_efficiency(scenario: Scenario, values: Mapping[str, float]) -> Scenario:
+    """The scenario with other constants, for every paradigm alike."""
+    plain = scenario.model_dump(mode="json", exclude_none=True)
+    plain["efficiency"] |= values
+    for own in plain["paradigm"].values():
+        for key in values:
+            own["efficiency"].pop(key, None)
     return validate(Scenario, plain, scenario.scenario.title)
 
 
 def without_own_sizes(scenario: Scenario) -> Scenario:
     """The scenario without what `[paradigm.…]` says of sizes: the plan sets these for all."""
     plain = scenario.model_dump(mode="json", exclude_none=True)
-    plain["orchestration"] |= {"pipeline_depth": 0, "version_slots": 1, "max_steps": 0}
+    plain["orchestration"] |= {"pipeline_depth": 0, "max_steps": 0}
+    plain["rollout"]["version_slots"] = 1
     for own in plain["paradigm"].values():
         for section, keys in _SIZES.items():
             own[section] = {key: own[section][key] for key in own[section] if key not in keys}

@@ -1,27 +1,31 @@
 """The search: which candidates are simulated, in which order, and when to stop.
 
 Deterministic: the next candidate depends on the problem and on earlier results alone, so the
-same seed gives the same plan. A budget or an interruption cuts the order short, between two
-candidates, and the result says so.
+same seed gives the same plan. One candidate of each paradigm comes first, whatever it takes.
+After that a budget or an interruption cuts the order short, between two candidates, and the
+result says so.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import ceil
 
-from dora_rl.core.errors import UserError
-from dora_rl.core.settings import ParadigmName
+from dora_rl.core.protocol.errors import UserError
+from dora_rl.core.protocol.settings import ParadigmName
 from dora_rl.observe.metrics import Summary
 from dora_rl.simulator.planning.bounds import Bounds
-from dora_rl.simulator.planning.reduction import Reduction, with_settings
+from dora_rl.simulator.planning.reduction import Reduction, with_efficiency, with_settings
 from dora_rl.simulator.scenarios import Scenario
 from dora_rl.simulator.simulate import simulate
 
 SYNC, ONE_STEP, OURS = ParadigmName.SYNC, ParadigmName.ONE_STEP, ParadigmName.MULTI_VERSION
+PARTIAL, IN_FLIGHT = ParadigmName.PARTIAL, ParadigmName.IN_FLIGHT
 
-# What a search usually takes; with the cost of a turn it makes a size of a budget.
-PLANNED_RUNS = 25
+# Runs at other fixed costs that follow the search: `planning/fixed_costs.py`.
+RESERVED_RUNS = 6
+# What a plan usually takes; with the cost of a turn it makes a size of a budget.
+PLANNED_RUNS = 27 + RESERVED_RUNS
 TURN_COST_S = 0.0002
 # Devices of one machine: a split in whole machines is easier to live with.
 NODE_DEVICES = 8
@@ -48,6 +52,11 @@ class Candidate:
     depth: float = 0.0
     """`pipeline_depth` in batches; 0 follows the slots."""
     version_slots: int = 1
+
+    def describe(self) -> str:
+        """It in a few words, for whoever waits for it."""
+        split = f", {self.rollout} rollout instances" if self.rollout else ""
+        return f"{self.paradigm} with K = {self.max_staleness}{split}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +107,8 @@ class _Cut(Exception):
     """The budget is spent."""
 
 
-Progress = Callable[[int, Candidate], None]
-"""Called before each simulation, with the number done."""
+Progress = Callable[[int, str], None]
+"""Called before each simulation, with the number done and with what is simulated."""
 
 
 @dataclass
@@ -115,6 +124,8 @@ class Search:
     refused: dict[Candidate, str] = field(default_factory=dict)
     cut: str | None = None
     """Why the search ended early."""
+    runs: int = 0
+    """Simulations so far."""
 
     def __post_init__(self) -> None:
         self.bounds = Bounds(self.reduction.scenario)
@@ -130,7 +141,7 @@ class Search:
     def run(self) -> None:
         """Simulate until nothing promising is left, or the search is cut."""
         try:
-            self._try(Candidate(SYNC, 0, 0))
+            self._try(Candidate(SYNC, 0, 0), must=True)
             if self.max_staleness and self.splits:
                 self._explore()
         except _Cut:
@@ -146,7 +157,15 @@ class Search:
 
     def _explore(self) -> None:
         middle = min(3, self.max_staleness)
-        self._climb(Candidate(OURS, self._promising(middle), middle), self._stride())
+        start = self._promising(middle)
+        for candidate in (
+            Candidate(OURS, start, middle),
+            Candidate(ONE_STEP, start, 1),
+            Candidate(PARTIAL, 0, middle),
+            Candidate(IN_FLIGHT, start, middle),
+        ):
+            self._try(candidate, must=True)
+        self._climb(Candidate(OURS, start, middle), self._stride())
         if not self.of(OURS):
             return
         best = best_of(self.of(OURS)).candidate
@@ -160,6 +179,7 @@ class Search:
         self._tighten(best_of(self.of(OURS)))
         best = best_of(self.of(OURS)).candidate
         self._climb(Candidate(ONE_STEP, best.rollout, 1), self._stride())
+        self._try(Candidate(IN_FLIGHT, best.rollout, best.max_staleness))
 
     def _vary(self, best: Candidate) -> None:
         """Depths and version slots around the best so far."""
@@ -244,37 +264,54 @@ class Search:
     def scenario_of(self, candidate: Candidate) -> Scenario:
         """What is simulated for a candidate."""
         scenario = self.reduction.scenario
-        orchestration = {
-            "max_staleness": candidate.max_staleness,
-            "pipeline_depth": ceil(candidate.depth * scenario.orchestration.groups_per_step),
-            "version_slots": candidate.version_slots,
+        values: dict[str, dict[str, int]] = {
+            "orchestration": {
+                "max_staleness": candidate.max_staleness,
+                "pipeline_depth": ceil(candidate.depth * scenario.orchestration.groups_per_step),
+            },
+            "rollout": {"version_slots": candidate.version_slots},
         }
-        devices = self._train(candidate.rollout) if candidate.rollout else None
-        return with_settings(scenario, orchestration, devices)
+        if candidate.rollout:
+            values["cluster"] = {"train_devices": self._train(candidate.rollout)}
+        return with_settings(scenario, values)
 
-    def _try(self, candidate: Candidate) -> Trial | None:
-        """Simulate a candidate, unless that was done; None where it cannot run."""
+    def _try(self, candidate: Candidate, must: bool = False) -> Trial | None:
+        """Simulate a candidate, unless that was done; None where it cannot run.
+
+        One that must be simulated is, also after the end of the budget.
+        """
         if candidate in self.trials or candidate in self.refused:
             return self.trials.get(candidate)
-        # A plan needs one of each at least, whatever they take.
-        compared = any(other.paradigm == OURS for other in (*self.trials, *self.refused))
-        if compared and self.clock() - self._started >= self.budget_s:
+        if not must and self._spent():
             raise _Cut
-        if self.progress is not None:
-            self.progress(len(self.trials), candidate)
         try:
-            scenario = self.scenario_of(candidate)
-            scenario.setup(candidate.paradigm)
+            summary = self._simulate(self.scenario_of(candidate), candidate, candidate.describe())
         except UserError as error:
             self.refused[candidate] = str(error)
             return None
+        trial = self.trials[candidate] = self._trial(candidate, summary)
+        return trial
+
+    def at_costs(self, candidate: Candidate, costs: Mapping[str, float], name: str) -> Summary:
+        """The same candidate where some constants of `[efficiency]` differ; UserError as ever."""
+        scenario = with_efficiency(self.scenario_of(candidate), costs)
+        return self._simulate(scenario, candidate, f"{candidate.describe()}, {name}")
+
+    def _spent(self) -> bool:
+        """Whether the rest of the budget is needed for what follows the search."""
+        passed_s = self.clock() - self._started
+        return passed_s * (1 + RESERVED_RUNS / max(1, self.runs)) >= self.budget_s
+
+    def _simulate(self, scenario: Scenario, candidate: Candidate, description: str) -> Summary:
+        if self.progress is not None:
+            self.progress(self.runs, description)
+        scenario.setup(candidate.paradigm)
+        self.runs += 1
         summary = simulate(scenario, candidate.paradigm).summary
         if not summary.ok or not summary.tokens_per_s:
             reason = summary.end if summary.audit_ok else summary.audit
-            self.refused[candidate] = f"the simulated run failed: {reason}"
-            return None
-        trial = self.trials[candidate] = self._trial(candidate, summary)
-        return trial
+            raise UserError(f"the simulated run failed: {reason}")
+        return summary
 
     def _trial(self, candidate: Candidate, summary: Summary) -> Trial:
         real = self.reduction.real
@@ -308,7 +345,7 @@ class Search:
 
     def _slots_idle(self, candidate: Candidate, summary: Summary) -> float:
         scenario = self.reduction.scenario
-        slots = (candidate.rollout or self.reduction.instances) * scenario.cluster.slots
+        slots = (candidate.rollout or self.reduction.instances) * scenario.rollout.slots
         settings = scenario.orchestration
         work = settings.groups_per_step * settings.group_size * (candidate.max_staleness + 1)
         return max(0.0, 1 - (1 - summary.bubble_share) / min(1.0, work / slots))

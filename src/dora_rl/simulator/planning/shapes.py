@@ -5,48 +5,87 @@ instance and the slots of its batch. Nothing here may know of candidates or of t
 """
 
 import difflib
+import re
 from math import log
 from types import MappingProxyType
 from typing import Any
 
 from dora_rl.config import load_toml
-from dora_rl.core.errors import UserError
-from dora_rl.simulator.costs import Costs, Device, Efficiency, Model
+from dora_rl.core.protocol.errors import UserError
+from dora_rl.simulator.cost_parameters import Device, Efficiency, Model
+from dora_rl.simulator.costs import Costs
 from dora_rl.simulator.planning.bounds import Lengths
 
+
+def _dense(parameters: float, layers: int, heads: int, kv_heads: int, head_dim: int = 128) -> Model:
+    return Model(
+        parameters=parameters, layers=layers, heads=heads, kv_heads=kv_heads, head_dim=head_dim
+    )
+
+
+def _sparse(parameters: float, active: float, layers: int, heads: int, kv_heads: int) -> Model:
+    return Model(
+        parameters=parameters,
+        active_parameters=active,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=128,
+        experts=128,
+        experts_per_token=8,
+    )
+
+
 # The `config.json` and the parameter count of each model's page on huggingface.co, embeddings
-# included: Qwen/Qwen2.5-*, Qwen/Qwen3-*, meta-llama/Meta-Llama-3-*.
+# included, and once where the output layer shares them.
+_OWN = {
+    "qwen3-0.6b": _dense(0.596e9, 28, 16, 8),
+    "qwen3-1.7b": _dense(1.72e9, 28, 16, 8),
+    "qwen3-4b": _dense(4.02e9, 36, 32, 8),
+    "qwen3-8b": _dense(8.19e9, 36, 32, 8),
+    "qwen3-14b": _dense(14.8e9, 40, 40, 8),
+    "qwen3-32b": _dense(32.8e9, 64, 64, 8),
+    "qwen3-30b-a3b": _sparse(30.5e9, 3.3e9, 48, 32, 4),
+    "qwen3-235b-a22b": _sparse(235e9, 22e9, 94, 64, 4),
+    "qwen2.5-0.5b": _dense(0.494e9, 24, 14, 2, 64),
+    "qwen2.5-1.5b": _dense(1.54e9, 28, 12, 2),
+    "qwen2.5-3b": _dense(3.09e9, 36, 16, 2),
+    "qwen2.5-7b": _dense(7.62e9, 28, 28, 4),
+    "qwen2.5-14b": _dense(14.8e9, 48, 40, 8),
+    "qwen2.5-32b": _dense(32.8e9, 64, 40, 8),
+    "qwen2.5-72b": _dense(72.7e9, 80, 64, 8),
+    "llama-3.2-1b": _dense(1.24e9, 16, 32, 8, 64),
+    "llama-3.2-3b": _dense(3.21e9, 28, 24, 8),
+    "llama-3-8b": _dense(8.03e9, 32, 32, 8),
+    "llama-3-70b": _dense(70.6e9, 80, 64, 8),
+    "llama-3.1-405b": _dense(406e9, 126, 128, 8),
+    "mistral-7b": _dense(7.25e9, 32, 32, 8),
+    "mistral-small-24b": _dense(23.6e9, 40, 32, 8),
+    "phi-4": _dense(14.7e9, 40, 40, 10),
+    "smollm2-135m": _dense(0.135e9, 30, 9, 3, 64),
+    "smollm2-360m": _dense(0.362e9, 32, 15, 5, 64),
+    "smollm2-1.7b": _dense(1.71e9, 24, 32, 32, 64),
+    "smollm3-3b": _dense(3.08e9, 36, 16, 4),
+}
+_SAME_SHAPE = {
+    "llama-3.1-8b": "llama-3-8b",
+    "llama-3.1-70b": "llama-3-70b",
+    "llama-3.3-70b": "llama-3-70b",
+    "deepseek-r1-distill-qwen-1.5b": "qwen2.5-1.5b",
+    "deepseek-r1-distill-qwen-7b": "qwen2.5-7b",
+    "deepseek-r1-distill-qwen-14b": "qwen2.5-14b",
+    "deepseek-r1-distill-qwen-32b": "qwen2.5-32b",
+    "deepseek-r1-distill-llama-8b": "llama-3-8b",
+    "deepseek-r1-distill-llama-70b": "llama-3-70b",
+}
 SHAPES: MappingProxyType[str, Model] = MappingProxyType(
-    {
-        "qwen2.5-1.5b": Model(parameters=1.54e9, layers=28, heads=12, kv_heads=2, head_dim=128),
-        "qwen2.5-7b": Model(parameters=7.62e9, layers=28, heads=28, kv_heads=4, head_dim=128),
-        "llama-3-8b": Model(parameters=8.03e9, layers=32, heads=32, kv_heads=8, head_dim=128),
-        "qwen2.5-14b": Model(parameters=14.8e9, layers=48, heads=40, kv_heads=8, head_dim=128),
-        "qwen2.5-32b": Model(parameters=32.8e9, layers=64, heads=40, kv_heads=8, head_dim=128),
-        "llama-3-70b": Model(parameters=70.6e9, layers=80, heads=64, kv_heads=8, head_dim=128),
-        "qwen2.5-72b": Model(parameters=72.7e9, layers=80, heads=64, kv_heads=8, head_dim=128),
-        "qwen3-30b-a3b": Model(
-            parameters=30.5e9,
-            active_parameters=3.3e9,
-            layers=48,
-            heads=32,
-            kv_heads=4,
-            head_dim=128,
-            experts=128,
-            experts_per_token=8,
-        ),
-        "qwen3-235b-a22b": Model(
-            parameters=235e9,
-            active_parameters=22e9,
-            layers=94,
-            heads=64,
-            kv_heads=4,
-            head_dim=128,
-            experts=128,
-            experts_per_token=8,
-        ),
-    }
+    _OWN | {name: _OWN[other] for name, other in _SAME_SHAPE.items()}
 )
+# What names of models carry besides the shape: Qwen/Qwen2.5-Math-7B-Instruct, Qwen3-4B-Base.
+_OWNER = re.compile(r"^(.*/)?(meta-)?")
+_KIND = re.compile(r"-(math|coder)(?=-)|(-(instruct|base|chat|it|hf|thinking|v[\d.]+|\d{4}))+$")
+_PARAMETERS = re.compile(r"(\d+|\d*\.\d+)([bm])")
+_UNITS = {"b": 1e9, "m": 1e6}
 
 # The weights may take this share of an instance's memory; the rest is for KV.
 _WEIGHTS_SHARE = 0.5
@@ -58,7 +97,8 @@ _KV_HEADROOM = 0.9
 
 def model_named(text: str) -> tuple[dict[str, Any], str | None]:
     """The `[model]` table that `--model` means, and a note where something was assumed."""
-    shape = SHAPES.get(text.lower())
+    name = _KIND.sub("", _OWNER.sub("", text.lower().strip()))
+    shape = SHAPES.get(name)
     if shape is not None:
         return shape.model_dump(exclude_none=True), None
     if text.endswith(".toml"):
@@ -67,14 +107,15 @@ def model_named(text: str) -> tuple[dict[str, Any], str | None]:
         if not isinstance(inner, dict):
             raise UserError(f"no [model] table in `{text}`. Give parameters, layers, heads, ….")
         return inner, None
+    counted = _PARAMETERS.fullmatch(name)
     try:
-        parameters = float(text)
+        parameters = float(counted[1]) * _UNITS[counted[2]] if counted else float(text)
     except ValueError:
-        near = difflib.get_close_matches(text.lower(), SHAPES, n=1)
+        near = difflib.get_close_matches(name, SHAPES, n=1)
         hint = f" Did you mean `{near[0]}`?" if near else ""
         raise UserError(
-            f"unknown model: `{text}`.{hint} Known: {', '.join(SHAPES)}; or give a number of "
-            "parameters, such as 32.8e9, or a TOML file of model figures."
+            f"unknown model: `{text}`.{hint} dora-rl plan --help lists those that are known; or "
+            "give a number of parameters, such as 32.8e9 or 8B, or a TOML file of model figures."
         ) from None
     if not 1e6 <= parameters <= 1e14:
         raise UserError(f"--model must be 1e6 to 1e14 parameters: `{text}`.")

@@ -6,10 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dora_rl.config import validate
-from dora_rl.core.errors import UserError
-from dora_rl.observe.metrics import WORTHWHILE
+from dora_rl.core.protocol.errors import UserError
+from dora_rl.core.protocol.paradigms import PARADIGMS
+from dora_rl.core.protocol.settings import ParadigmName
+from dora_rl.observe.metrics import WORTHWHILE, speedup_over
+from dora_rl.simulator.planning.fixed_costs import FixedCosts, vary
 from dora_rl.simulator.planning.question import Problem
-from dora_rl.simulator.planning.reasons import why, why_not
+from dora_rl.simulator.planning.reasons import NO_VERDICT, why, why_not
 from dora_rl.simulator.planning.reduction import (
     Reduction,
     reduce,
@@ -28,6 +31,12 @@ from dora_rl.simulator.planning.search import (
 )
 from dora_rl.simulator.scenarios import Scenario
 
+UNCHECKED = (
+    "costs were checked against one published testbed (docs/calibration.md); for others, "
+    "predictions were 30 to 60% off, once with the wrong sign: here tensor parallelism is free "
+    "and training scales linearly"
+)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -45,6 +54,8 @@ class Plan:
     notes: tuple[str, ...]
     cut: str | None
     """`budget` or `interrupted` where the search ended early."""
+    fixed_costs: FixedCosts | None
+    """How far the verdict depends on them; None where there is nothing to compare."""
     comparison: dict[str, Trial] = field(default_factory=dict)
     """The best of each paradigm."""
 
@@ -54,9 +65,17 @@ class Plan:
         return self.best is not self.sync
 
     @property
+    def decided(self) -> bool:
+        """Whether anything was compared with sync, or nothing can be."""
+        return self.rival is not None or self.cut != "interrupted"
+
+    @property
     def front(self) -> list[Trial]:
-        """Throughput against mean staleness: what no other candidate beats in both."""
-        return pareto(self.trials)
+        """Throughput against mean staleness: what no other candidate beats in both.
+
+        Of those that could be recommended: each trajectory from one version.
+        """
+        return pareto([trial for trial in self.trials if PARADIGMS[trial.paradigm].pins_version])
 
     @property
     def settings(self) -> dict[str, dict[str, Any]]:
@@ -69,8 +88,8 @@ class Plan:
                 "paradigm": str(candidate.paradigm),
                 "max_staleness": candidate.max_staleness,
                 "pipeline_depth": self.best.pipeline_depth,
-                "version_slots": candidate.version_slots,
             },
+            "rollout": {"version_slots": candidate.version_slots},
             "cluster": {"train_devices": self.best.train_devices},
         }
 
@@ -82,8 +101,8 @@ class Plan:
         plain["orchestration"] |= {
             "max_staleness": trial.candidate.max_staleness,
             "pipeline_depth": trial.pipeline_depth,
-            "version_slots": trial.candidate.version_slots,
         }
+        plain["rollout"]["version_slots"] = trial.candidate.version_slots
         plain["cluster"]["train_devices"] = max(1, trial.train_devices)
         one_step = self.comparison.get(ONE_STEP)
         if one_step is not None and one_step is not trial:
@@ -98,10 +117,12 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """Everything that the same seed and budget reproduce."""
         small, real = self.reduction.scenario, self.reduction.real
+        recommendation = {"settings": self.settings, **self.figures(self.best)}
         return {
-            "recommendation": {"settings": self.settings, **self.figures(self.best)},
-            "asynchrony_pays": self.pays,
+            "recommendation": recommendation if self.decided else None,
+            "asynchrony_pays": self.pays if self.decided else None,
             "reason": self.reason,
+            "fixed_costs": None if self.fixed_costs is None else self.fixed_costs.to_json(),
             "pareto": [self.figures(trial) for trial in self.front],
             "comparison": {name: self.figures(trial) for name, trial in self.comparison.items()},
             "candidates": [self.figures(trial) for trial in self.trials],
@@ -112,7 +133,7 @@ class Plan:
                 "groups_per_step": small.orchestration.groups_per_step,
                 "real_groups_per_step": real.orchestration.groups_per_step,
                 "trajectories_for_one": self.reduction.peers,
-                "steps": small.scenario.steps,
+                "steps": small.run.steps,
                 "warmup_steps": small.scenario.warmup_steps,
             },
             "complete": self.cut is None,
@@ -131,8 +152,9 @@ class Plan:
             "pipeline_depth": trial.pipeline_depth,
             "version_slots": candidate.version_slots,
             "tokens_per_s": trial.tokens_per_s,
-            "gain_over_sync": self.gain(trial),
+            "speedup_over_sync": speedup_over(summary, self.sync.summary),
             "step_minutes": summary.step_minutes,
+            "phase_seconds": summary.phase_seconds,
             "mean_staleness": summary.mean_staleness,
             "p95_staleness": summary.p95_staleness,
             "observed_max_staleness": summary.max_staleness,
@@ -143,7 +165,7 @@ class Plan:
         }
 
 
-def pareto(trials: tuple[Trial, ...] | list[Trial]) -> list[Trial]:
+def pareto(trials: list[Trial]) -> list[Trial]:
     """The candidates that no other one beats in throughput and mean staleness, freshest first."""
     ordered = sorted(trials, key=lambda t: (t.summary.mean_staleness, -t.tokens_per_s, t.candidate))
     front: list[Trial] = []
@@ -173,25 +195,33 @@ def make_plan(
     reduction = reduce(real, budget_s / PLANNED_RUNS / TURN_COST_S, limit)
     search = Search(reduction, limit, budget_s, progress, clock)
     search.run()
-    return conclude(search, problem.notes)
+    return conclude(search, problem)
 
 
-def conclude(search: Search, notes: tuple[str, ...] = ()) -> Plan:
-    """Choose among what a search has simulated."""
+def conclude(search: Search, problem: Problem) -> Plan:
+    """Choose among what a search has simulated, and see how sure the choice is."""
     if not search.of(SYNC):
         reason = next(iter(search.refused.values()), "nothing was simulated")
         raise UserError(f"sync cannot run here, so there is nothing to compare with: {reason}")
     sync = search.of(SYNC)[0]
     asynchronous = [*search.of(OURS), *search.of(ONE_STEP)]
     rival = best_of(asynchronous) if asynchronous else None
-    comparison = {
-        str(name): best_of(search.of(name)) for name in (SYNC, ONE_STEP, OURS) if search.of(name)
-    }
+    comparison = {str(name): best_of(search.of(name)) for name in ParadigmName if search.of(name)}
+    fixed_costs = None if rival is None else vary(search, sync, rival, problem.measured)
     pays = rival is not None and rival.tokens_per_s >= WORTHWHILE * sync.tokens_per_s
     best = rival if pays and rival is not None else sync
-    reason = why(search, best, sync) if pays else why_not(search, rival, sync)
+    if rival is None and search.cut == "interrupted":
+        reason = NO_VERDICT
+    else:
+        reason = why(search, best, sync) if pays else why_not(search, rival, sync)
     failed = sum("failed" in reason for reason in search.refused.values())
     more = [f"{failed} simulated candidate(s) failed and were left out"] if failed else []
+    more.append(UNCHECKED)
+    if rival is not None:
+        more.append(
+            "partial and in_flight are simulated for comparison alone: they mix versions within "
+            "a trajectory"
+        )
     if pays:
         more.append(
             "what staleness costs in learning is not modelled: where it matters, take a fresher "
@@ -204,7 +234,8 @@ def conclude(search: Search, notes: tuple[str, ...] = ()) -> Plan:
         rival,
         tuple(search.trials.values()),
         reason,
-        (*notes, *more),
+        (*problem.notes, *more),
         search.cut,
+        fixed_costs,
         comparison,
     )

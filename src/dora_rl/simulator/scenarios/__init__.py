@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dora_rl.config import apply_overrides, load_toml, validate
-from dora_rl.core.errors import UserError
-from dora_rl.core.settings import ParadigmName
+from dora_rl.core.protocol.errors import UserError
+from dora_rl.core.protocol.settings import ParadigmName
+from dora_rl.simulator.cost_parameters import Efficiency
 from dora_rl.simulator.scenarios.model import About, Cluster, Overrides, Scenario, Setup
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Overrides",
     "Scenario",
     "Setup",
+    "foreign_constants",
     "list_scenarios",
     "load_scenario",
     "scenario_names",
@@ -66,11 +68,11 @@ def load_scenario(
     data, source = _read(name_or_path)
     data = apply_overrides(data, overrides)
     about = data.setdefault("scenario", {})
-    if isinstance(about, dict):
-        if paradigms is not None:
-            about["paradigms"] = list(paradigms)
-        if seed is not None:
-            about["seed"] = seed
+    if paradigms is not None and isinstance(about, dict):
+        about["paradigms"] = list(paradigms)
+    run = data.setdefault("run", {})
+    if seed is not None and isinstance(run, dict):
+        run["seed"] = seed
     orchestration = data.get("orchestration")
     if isinstance(orchestration, Mapping) and "paradigm" in orchestration:
         raise UserError(
@@ -81,6 +83,32 @@ def load_scenario(
     for paradigm in scenario.scenario.paradigms:
         scenario.setup(paradigm)
     return scenario
+
+
+def foreign_constants(name_or_path: str | Path, changed: Scenario) -> str | None:
+    """A warning where the scenario's own constants serve another model, device or instance.
+
+    None where nothing of the kind was changed, or the constants are the general ones.
+    """
+    data, source = _read(name_or_path)
+    try:
+        own = validate(Scenario, data, source)
+    except UserError:  # it says less than a scenario; the rest came from overrides
+        return None
+    hardware = (changed.cluster.device, changed.cluster.devices_per_instance)
+    if (own.model, own.cluster.device, own.cluster.devices_per_instance) == (
+        changed.model,
+        *hardware,
+    ):
+        return None
+    general, now = dict(Efficiency()), dict(changed.efficiency)
+    kept = [key for key, value in own.efficiency if value != general[key] and value == now[key]]
+    if not kept:
+        return None
+    return (
+        f"constants of `{name_or_path}` are used for another model or other devices, and do not "
+        f"transfer: efficiency.{', '.join(kept)}. Give yours by --set"
+    )
 
 
 def _read(name_or_path: str | Path) -> tuple[dict[str, Any], str]:

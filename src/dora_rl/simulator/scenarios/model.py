@@ -5,17 +5,17 @@ contradicts itself, in the words of the file. Lengths belong to the scenario alo
 every paradigm meets the same ones.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import inf
 from typing import Any
 
 from pydantic import Field, field_serializer, model_validator
 
 from dora_rl.config import ConfigModel, validate
-from dora_rl.core.errors import UserError
-from dora_rl.core.paradigms import PARADIGMS
-from dora_rl.core.settings import ParadigmName, Settings
-from dora_rl.simulator.costs import Efficiency, Model, NamedDevice
+from dora_rl.core.protocol.errors import UserError
+from dora_rl.core.protocol.paradigms import PARADIGMS
+from dora_rl.core.protocol.settings import ParadigmName, Settings
+from dora_rl.simulator.cost_parameters import Efficiency, Model, NamedDevice
 from dora_rl.simulator.faults import FaultParams
 from dora_rl.simulator.params import WorldParams
 from dora_rl.simulator.workload import Sampler, Workload
@@ -27,11 +27,7 @@ class About(ConfigModel):
     title: str = Field(min_length=1)
     description: str = ""
     paradigms: tuple[ParadigmName, ...] = Field(
-        default=tuple(ParadigmName), min_length=1, description="who is compared, in this order"
-    )
-    seed: int = 0
-    steps: int = Field(
-        ge=1, le=1_000_000, description="the run ends when this version is published"
+        default=tuple(ParadigmName), min_length=1, description="which are compared, in this order"
     )
     warmup_steps: int = Field(
         default=0, ge=0, description="measured is from the publication of this version on"
@@ -39,16 +35,43 @@ class About(ConfigModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> "About":
-        if self.warmup_steps >= self.steps:
-            raise ValueError(
-                f"warmup_steps must be < steps ({self.steps}): `{self.warmup_steps}`. "
-                "At least one step has to be measured."
-            )
         if len(set(self.paradigms)) < len(self.paradigms):
             raise ValueError(
                 f"paradigms must differ: `{', '.join(self.paradigms)}`. Name each one once."
             )
         return self
+
+
+class Run(ConfigModel):
+    """`[run]`: how long, and from which seed."""
+
+    steps: int = Field(
+        ge=1, le=1_000_000, description="the run ends when this version is published"
+    )
+    seed: int = 0
+
+
+class Rollout(ConfigModel):
+    """`[rollout]`: an instance of the engine."""
+
+    slots: int = Field(
+        default=64, ge=1, le=1_000_000, description="trajectories in one instance's batch"
+    )
+    version_slots: int = Field(default=1, ge=1, description="versions one instance can hold")
+
+
+class Task(ConfigModel):
+    """`[task]`: how rewards are computed."""
+
+    reward_workers: int | None = Field(
+        default=None, ge=1, description="rewards computed at once; else no limit"
+    )
+
+
+class Runtime(ConfigModel):
+    """`[runtime]`: how the parts of a run keep in touch."""
+
+    report_period_s: float = Field(default=10.0, ge=0.01, description="heartbeat of an instance")
 
 
 class Cluster(ConfigModel):
@@ -60,20 +83,21 @@ class Cluster(ConfigModel):
     train_devices: int = Field(
         ge=1, description="devices of the trainer where it does not share those of rollout"
     )
-    slots: int = Field(
-        default=64, ge=1, le=1_000_000, description="trajectories in one instance's batch"
+    updates_per_step: int = Field(
+        default=1,
+        ge=1,
+        description="optimizer updates in a train step",
+        json_schema_extra={"elsewhere": "train.minibatches"},
     )
-    updates_per_step: int = Field(default=1, ge=1, description="optimizer updates in a train step")
     prompts: int | None = Field(default=None, ge=1, description="prompts there are; else endless")
     prompt_s: float = Field(default=0.01, ge=0, le=1e6, description="time to read prompts")
     judge_s: float = Field(default=0.01, ge=0, le=1e6, description="time to judge a group")
     filter_rate: float = Field(default=0.0, ge=0, lt=1, description="share of groups filtered")
-    reward_workers: int | None = Field(
-        default=None, ge=1, description="rewards computed at once; else no limit"
-    )
-    report_period_s: float = Field(default=10.0, ge=0.01, description="heartbeat of an instance")
     save_period_s: float | None = Field(
-        default=None, gt=0, description="between two saves of prefixes; else never"
+        default=None,
+        gt=0,
+        description="between two saves of prefixes; else never",
+        json_schema_extra={"elsewhere": "run.save_every_s"},
     )
     restart_s: float = Field(default=60.0, ge=0, description="a dead instance is back after this")
     carry_reprefill: bool = Field(
@@ -91,6 +115,9 @@ class Overrides(ConfigModel):
     """`[paradigm.NAME]`: what differs for one paradigm, by section."""
 
     orchestration: dict[str, Any] = Field(default_factory=dict)
+    rollout: dict[str, Any] = Field(default_factory=dict)
+    task: dict[str, Any] = Field(default_factory=dict)
+    runtime: dict[str, Any] = Field(default_factory=dict)
     cluster: dict[str, Any] = Field(default_factory=dict)
     efficiency: dict[str, Any] = Field(default_factory=dict)
 
@@ -117,10 +144,14 @@ class Setup:
 
 
 class Scenario(ConfigModel):
-    """One scenario file."""
+    """One scenario file. A key that a run has as well is in the same section there."""
 
     scenario: About
+    run: Run
     orchestration: Settings = Settings()
+    rollout: Rollout = Rollout()
+    task: Task = Task()
+    runtime: Runtime = Runtime()
     cluster: Cluster
     model: Model
     efficiency: Efficiency = Efficiency()
@@ -132,7 +163,22 @@ class Scenario(ConfigModel):
     def _without_paradigm(self, settings: Settings) -> dict[str, Any]:
         plain = asdict(settings)
         del plain["paradigm"]  # each run has its own
+        del plain["version_slots"]  # rollout's
         return plain
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Scenario":
+        if self.scenario.warmup_steps >= self.run.steps:
+            raise ValueError(
+                f"scenario.warmup_steps must be < run.steps ({self.run.steps}): "
+                f"`{self.scenario.warmup_steps}`. At least one step has to be measured."
+            )
+        if self.orchestration.version_slots != 1:
+            raise ValueError(
+                "orchestration.version_slots is rollout.version_slots in a scenario: "
+                f"`{self.orchestration.version_slots}`. Set it there."
+            )
+        return self
 
     def setup(self, paradigm: ParadigmName) -> Setup:
         """What this scenario means for one paradigm; UserError where it means nothing."""
@@ -152,11 +198,16 @@ class Scenario(ConfigModel):
         return validate(Scenario, plain, self.scenario.title)
 
     def _setup(self, paradigm: ParadigmName) -> Setup:
-        settings = Settings(**{**asdict(self.orchestration), "paradigm": paradigm})
-        about, cluster = self.scenario, self.cluster
+        settings = replace(
+            self.orchestration, paradigm=paradigm, version_slots=self.rollout.version_slots
+        )
+        cluster = self.cluster
         params = WorldParams(
             instances=self._instances(paradigm),
+            slots=self.rollout.slots,
             version_slots=settings.version_slots,
+            reward_workers=self.task.reward_workers,
+            report_period_s=self.runtime.report_period_s,
             train_devices=0 if PARADIGMS[paradigm].colocated else cluster.train_devices,
             save_period_s=inf if cluster.save_period_s is None else cluster.save_period_s,
             model=self.model,
@@ -174,9 +225,9 @@ class Scenario(ConfigModel):
             settings,
             params,
             self.workload,
-            about.seed,
-            about.steps,
-            about.warmup_steps,
+            self.run.seed,
+            self.run.steps,
+            self.scenario.warmup_steps,
         )
 
     def _instances(self, paradigm: ParadigmName) -> int:

@@ -1,0 +1,311 @@
+"""How an instance comes to hold a version, and how it is emptied, left or lost.
+
+A version is servable on an instance only after a verified install. Whatever the instance
+ran continues: by migration, from host memory, or from a saved prefix elsewhere.
+"""
+
+from dora_rl.core.actions.migrate import open_migration, undo_migration
+from dora_rl.core.protocol.commands import Cancel, Dismiss, Evict, Expel, Install, Park, Unpark
+from dora_rl.core.protocol.types import HostState, Placement, TrajectoryState, Version
+from dora_rl.core.state.fleet import Instance
+from dora_rl.core.state.run import State
+from dora_rl.core.state.timers import Wait
+from dora_rl.core.state.work import Trajectory
+
+
+def convert(
+    state: State,
+    instance: Instance,
+    incoming: Version,
+    outgoing: Version | None,
+    *,
+    park: bool = False,
+) -> None:
+    """Make an instance take `incoming` in, as soon as it is empty of `outgoing`."""
+    instance.incoming = incoming
+    instance.outgoing = outgoing
+    if park and outgoing is not None and instance.residents.get(outgoing):
+        _park(state, instance, outgoing)
+    install_when_empty(state, instance)
+
+
+def install_when_empty(state: State, instance: Instance) -> None:
+    """Continue with a conversion if nothing is in its way any more."""
+    incoming, outgoing = instance.incoming, instance.outgoing
+    if incoming is None or instance.ticket or instance.leaving:
+        return
+    if outgoing is not None and instance.has_work(outgoing):
+        return
+    if incoming not in state.versions.live or (
+        incoming != state.versions.newest and incoming not in state.work.unfinished
+    ):
+        incoming = instance.incoming = state.versions.newest  # nobody needs the old aim any more
+    if incoming in instance.hosts:
+        instance.incoming = instance.outgoing = None
+        if outgoing is not None and outgoing != incoming:
+            evict(state, instance, outgoing)
+        else:
+            state.fleet.offer(instance)
+        return
+    _install(state, instance, incoming, outgoing, carry=False)
+
+
+def carry_over(state: State, instance: Instance) -> None:
+    """Switch an instance to the newest version under its running work (C1 is given up)."""
+    newest = state.versions.newest
+    if instance.leaving or newest in instance.hosts:
+        return
+    if instance.ticket:
+        return  # an install is under way; its answer brings us here again
+    old = next(iter(sorted(instance.hosts)), None)
+    _install(state, instance, newest, old, carry=old is not None)
+
+
+def _install(
+    state: State, instance: Instance, version: Version, old: Version | None, *, carry: bool
+) -> None:
+    if old is not None and not carry:
+        state.fleet.set_host(instance, old, HostState.EVICTING)
+    instance.incoming, instance.outgoing = version, old
+    state.fleet.set_host(instance, version, HostState.INSTALLING)
+    instance.hosted_since[version] = state.now
+    state.versions.live[version].instances.add(instance.id)
+    _await(state, instance, Wait.INSTALL, state.settings.install_timeout_s)
+    state.emit(Install(instance.id, instance.incarnation, version, old, carry))
+
+
+def evict(state: State, instance: Instance, version: Version) -> None:
+    """Drop a version that nothing here runs on."""
+    state.fleet.set_host(instance, version, HostState.EVICTING)
+    _await(state, instance, Wait.INSTALL, state.settings.install_timeout_s)
+    state.emit(Evict(instance.id, instance.incarnation, version))
+
+
+def _park(state: State, instance: Instance, version: Version) -> None:
+    instance.parking = True
+    _await(state, instance, Wait.PARKING, state.settings.migration_timeout_s)
+    state.emit(Park(instance.id, instance.incarnation, _placements(state, instance, version)))
+
+
+def _placements(state: State, instance: Instance, version: Version) -> tuple[Placement, ...]:
+    records = state.work.trajectories
+    return tuple(
+        Placement(t, records[t].fence) for t in sorted(instance.residents.get(version, ()))
+    )
+
+
+def _await(state: State, instance: Instance, wait: Wait, seconds: float) -> None:
+    instance.ticket = state.fence()
+    state.timers.set(state.now + seconds, wait, instance.id, instance.ticket)
+
+
+def repeat(state: State, instance: Instance, reason: str) -> None:
+    """The instance did not do what it was asked: ask again, or give it up."""
+    instance.attempts += 1
+    if instance.attempts > state.settings.max_retries:
+        lose(state, instance, reason, expel=True)
+        return
+    state.counters["repeated_installs"] += 1
+    if instance.parking:
+        assert instance.outgoing is not None
+        _park(state, instance, instance.outgoing)
+        return
+    for version, host in sorted(instance.hosts.items()):
+        if host is HostState.INSTALLING:
+            old = instance.outgoing
+            carry = old is not None and instance.hosts.get(old) is HostState.READY
+            _install(state, instance, version, old, carry=carry)
+            return
+    for version, host in sorted(instance.hosts.items()):
+        if host is HostState.EVICTING:
+            evict(state, instance, version)
+            return
+
+
+def installed(state: State, instance: Instance, version: Version) -> None:
+    """A verified install: the version is served here from now on."""
+    state.estimates.observe_install(state.now - instance.hosted_since[version])
+    old = instance.outgoing
+    if old is not None and instance.hosts.get(old) is HostState.READY:
+        _rebind_residents(state, instance, old, version)
+    if old is not None:
+        drop_host(state, instance, old)
+    instance.incoming = instance.outgoing = None
+    instance.ticket = instance.attempts = 0
+    instance.hosted_since[version] = state.now
+    state.fleet.set_host(instance, version, HostState.READY)
+    if version == state.versions.newest:
+        state.versions.activate(version)
+    state.unplaced.update(instance.hosts)
+    recall_parked(state, version)
+    if not state.paradigm.pins_version:
+        carry_over(state, instance)
+    else:
+        let_go(state, instance)
+
+
+def _rebind_residents(state: State, instance: Instance, old: Version, new: Version) -> None:
+    moved = instance.residents.pop(old, set())
+    for trajectory in moved:
+        state.work.rebind(state.work.trajectories[trajectory], new)
+    if moved:
+        instance.residents.setdefault(new, set()).update(moved)
+
+
+def recall_parked(state: State, version: Version) -> None:
+    """Bring parked work of a version back, where it lies or where the version is served."""
+    if not state.work.num_parked:
+        return
+    for instance in state.fleet.instances.values():
+        parked = instance.parked.get(version)
+        if not parked:
+            continue
+        here = sorted(t for t in parked if state.work.trajectories[t].migration is None)
+        if instance.serves(version):
+            _unpark(state, instance, version, here)
+            continue
+        target = state.fleet.emptiest(version)
+        if target is not None and here:
+            open_migration(state, instance, target, version, here[: target.free])
+
+
+def _unpark(state: State, instance: Instance, version: Version, parked: list[int]) -> None:
+    placements = []
+    for trajectory_id in parked:
+        trajectory = state.work.trajectories[trajectory_id]
+        state.work.unpark(trajectory, state.now)
+        state.fleet.unpark(instance, version, trajectory_id)
+        placements.append(Placement(trajectory_id, trajectory.fence))
+    if placements:
+        state.emit(Unpark(instance.id, instance.incarnation, tuple(placements)))
+
+
+def let_go(state: State, instance: Instance) -> None:
+    """Continue to free versions whose work was done while the instance was busy changing."""
+    for version in sorted(instance.hosts):
+        if state.versions.live[version].vacated:
+            vacate(state, instance, version)
+
+
+def vacate(state: State, instance: Instance, version: Version) -> None:
+    """A version's work is done: its host takes the newest instead, or just lets go."""
+    if not instance.settled or instance.leaving or instance.hosts.get(version) is None:
+        return
+    if state.versions.newest in instance.hosts:
+        evict(state, instance, version)
+    else:
+        convert(state, instance, state.versions.newest, version)
+
+
+def drop_host(state: State, instance: Instance, version: Version) -> None:
+    """The instance does not hold the version any more: its lease is gone."""
+    state.fleet.set_host(instance, version, None)
+    instance.hosted_since.pop(version, None)
+    record = state.versions.live.get(version)
+    if record is not None:
+        record.instances.discard(instance.id)
+        state.lease_dropped = True
+
+
+def take_off(state: State, trajectory: Trajectory) -> None:
+    """Take a trajectory off its instance, whether it has ended or must move on."""
+    if trajectory.instance is None:
+        return
+    instance = state.fleet.instances[trajectory.instance]
+    state.fleet.discard(instance, trajectory.version, trajectory.id, trajectory.paused)
+    trajectory.instance = None
+    state.unplaced.update(instance.hosts)
+    emptied(state, instance)
+
+
+def emptied(state: State, instance: Instance) -> None:
+    """Something left an instance: see whether that was waited for."""
+    if instance.incoming is not None:
+        if not instance.parking:
+            install_when_empty(state, instance)
+        elif instance.outgoing is None or not instance.residents.get(instance.outgoing):
+            parked(state, instance)
+    if instance.leaving and not instance.num_trajectories and not instance.reserved:
+        _forget(state, instance)
+        state.emit(Dismiss(instance.id, instance.incarnation))
+
+
+def parked(state: State, instance: Instance) -> None:
+    """Nothing of the outgoing version runs here any more."""
+    instance.parking = False
+    instance.ticket = instance.attempts = 0
+    install_when_empty(state, instance)
+
+
+def evacuate(state: State, instance: Instance, version: Version) -> None:
+    """Send a version's residents to its other hosts, as far as these have room."""
+    if not state.paradigm.rebalances:
+        return
+    records = state.work.trajectories
+    moving = [
+        t for t in sorted(instance.residents.get(version, ())) if records[t].migration is None
+    ]
+    while moving:
+        target = state.fleet.emptiest(version)
+        if target is None or target is instance:
+            return
+        part, moving = moving[: target.free], moving[target.free :]
+        open_migration(state, instance, target, version, part)
+
+
+def lose(state: State, instance: Instance, reason: str, *, expel: bool, blame: bool = True) -> None:
+    """An instance is gone: its trajectories continue elsewhere, on the same version.
+
+    Unless nothing is to blame, one of them may be what killed it.
+    """
+    state.counters["instances_lost" if blame else "instances_stopped"] += 1
+    lost = [
+        trajectory
+        for place in (instance.residents, instance.parked)
+        for residents in place.values()
+        for trajectory in residents
+    ]
+    _forget(state, instance)
+    for trajectory_id in sorted(lost):
+        trajectory = state.work.trajectories[trajectory_id]
+        trajectory.losses += blame
+        if trajectory.losses > state.settings.max_losses:
+            state.failed_members.append((trajectory_id, "poison"))
+        requeue(state, trajectory)
+    if expel:
+        state.emit(Expel(instance.id, instance.incarnation, reason))
+    state.rebalance_soon()
+
+
+def _forget(state: State, instance: Instance) -> None:
+    for migration in state.migrations.touching(instance.id):
+        undo_migration(state, migration, tell=True)
+    for version in list(instance.hosts):
+        drop_host(state, instance, version)
+    state.fleet.remove(instance)
+    await_fleet(state)
+
+
+def await_fleet(state: State) -> None:
+    """If no instance is there to stay, one must join in time."""
+    if not state.fleet.slots and state.fleet_lost_at is None:
+        state.fleet_lost_at = state.now
+        state.timers.set(state.now + state.settings.fleet_timeout_s, Wait.FLEET)
+
+
+def requeue(state: State, trajectory: Trajectory) -> None:
+    """Let a trajectory wait for a new place, on its version (or the newest, if not pinned)."""
+    if trajectory.state is not TrajectoryState.WAITING:
+        state.work.requeue(trajectory)
+    newest = state.versions.newest
+    if not state.paradigm.pins_version and trajectory.version != newest:
+        state.work.rebind(trajectory, newest)
+    state.unplaced.add(trajectory.version)
+
+
+def cancel(state: State, trajectory: Trajectory) -> None:
+    """Stop a placement that runs somewhere, and take it off."""
+    if trajectory.instance is not None:
+        state.emit(Cancel(trajectory.id, trajectory.fence, trajectory.instance))
+        trajectory.migration = None
+        take_off(state, trajectory)

@@ -1,0 +1,1 @@
+"""The rules, as pure functions with their proofs: admission, batching, partitioning."""

@@ -1,0 +1,220 @@
+"""The instances, what each holds and runs, and where the next trajectory goes.
+
+A trajectory goes to the emptiest open instance of its version: a smaller batch decodes
+faster, which is also what urgent work needs. Choosing costs O(log n): each version keeps a
+heap of (load, instance), and an entry that is out of date is skipped.
+"""
+
+import heapq
+from dataclasses import dataclass, field
+
+from dora_rl.core.protocol.types import HostState, InstanceId, TrajectoryId, Version
+from dora_rl.core.state.work import DERIVED
+
+
+@dataclass(slots=True, eq=False)
+class Instance:
+    id: InstanceId
+    incarnation: int
+    slots: int
+    kv_capacity_tokens: int
+    version_slots: int
+    heard_at: float
+    hosts: dict[Version, HostState] = field(default_factory=dict)
+    hosted_since: dict[Version, float] = field(default_factory=dict)
+    residents: dict[Version, set[TrajectoryId]] = field(default_factory=dict)
+    parked: dict[Version, set[TrajectoryId]] = field(default_factory=dict)
+    paused: int = 0  # residents that wait for their environment
+    reserved: dict[Version, int] = field(default_factory=dict)  # arriving by migration
+    kv_tokens: int = 0
+    pressured: bool = False
+    leaving: bool = False
+    outgoing: Version | None = None  # being emptied, to make room for `incoming`
+    incoming: Version | None = None
+    ticket: int = 0  # of the answer that is waited for: install, eviction or parking
+    parking: bool = False
+    attempts: int = 0  # at what it was asked last
+    checked_at: float = 0.0  # when stuck trajectories were last looked for
+    load: int = field(default=0, metadata=DERIVED)  # slots in use or promised
+
+    def rebuild(self) -> None:
+        self.load = (
+            sum(map(len, self.residents.values())) + sum(self.reserved.values()) - self.paused
+        )
+
+    @property
+    def free(self) -> int:
+        return max(0, self.slots - self.load)
+
+    @property
+    def num_trajectories(self) -> int:
+        """Running and parked here: what would be lost with it."""
+        return sum(map(len, self.residents.values())) + sum(map(len, self.parked.values()))
+
+    def serves(self, version: Version) -> bool:
+        """A verified install, and not on its way out."""
+        return (
+            self.hosts.get(version) is HostState.READY
+            and self.outgoing != version
+            and not self.leaving
+        )
+
+    def open_for(self, version: Version) -> bool:
+        return self.load < self.slots and not self.pressured and self.serves(version)
+
+    def has_work(self, version: Version) -> bool:
+        """Running here, or on its way here."""
+        return bool(self.residents.get(version)) or bool(self.reserved.get(version))
+
+    @property
+    def settled(self) -> bool:
+        """No change of versions is under way."""
+        return self.incoming is None and all(
+            state is HostState.READY for state in self.hosts.values()
+        )
+
+
+@dataclass(slots=True)
+class Fleet:
+    """Live instances; `ended` remembers the incarnations that must not speak again."""
+
+    instances: dict[InstanceId, Instance] = field(default_factory=dict)
+    ended: dict[InstanceId, int] = field(default_factory=dict)
+
+    slots: int = field(default=0, metadata=DERIVED)
+    load: int = field(default=0, metadata=DERIVED)  # of all instances that stay
+    installing: dict[Version, int] = field(default_factory=dict, metadata=DERIVED)
+    _open: dict[Version, list[tuple[int, InstanceId]]] = field(
+        default_factory=dict, metadata=DERIVED
+    )
+
+    def rebuild(self) -> None:
+        for instance in self.instances.values():
+            instance.rebuild()
+            if not instance.leaving:
+                self.slots += instance.slots
+                self.load += instance.load
+            for version, state in instance.hosts.items():
+                self._count_installing(version, state, 1)
+            self.offer(instance)
+
+    def known(self, instance: InstanceId, incarnation: int) -> Instance | None:
+        """The live instance, if it is this very incarnation."""
+        record = self.instances.get(instance)
+        return record if record is not None and record.incarnation == incarnation else None
+
+    def join(self, instance: Instance) -> None:
+        self.instances[instance.id] = instance
+        self.slots += instance.slots
+
+    def leave(self, instance: Instance) -> None:
+        """It takes no new work from here on."""
+        if not instance.leaving:
+            instance.leaving = True
+            self.slots -= instance.slots
+            self.load -= instance.load
+
+    def remove(self, instance: Instance) -> None:
+        self.leave(instance)
+        for version in list(instance.hosts):
+            self.set_host(instance, version, None)
+        del self.instances[instance.id]
+        self.ended[instance.id] = instance.incarnation
+
+    def set_host(self, instance: Instance, version: Version, state: HostState | None) -> None:
+        """What the instance is to a version from now on; None is nothing."""
+        old = instance.hosts.pop(version, None)
+        if old is not None:
+            self._count_installing(version, old, -1)
+        if state is not None:
+            instance.hosts[version] = state
+            self._count_installing(version, state, 1)
+        if state is HostState.READY:
+            self.offer(instance)
+
+    def offer(self, instance: Instance) -> None:
+        """Enter an instance, at its present load, under every version that it serves."""
+        for version in instance.hosts:
+            if instance.open_for(version):
+                heap = self._open.setdefault(version, [])
+                heapq.heappush(heap, (instance.load, instance.id))
+                if len(heap) > 4 * len(self.instances) + 64:
+                    self._compact(version)
+
+    def emptiest(self, version: Version) -> Instance | None:
+        """The open instance of a version with the least load; ties go to the lowest id."""
+        heap = self._open.get(version)
+        while heap:
+            load, instance_id = heap[0]
+            instance = self.instances.get(instance_id)
+            if instance is not None and instance.load == load and instance.open_for(version):
+                return instance
+            heapq.heappop(heap)
+        return None
+
+    def forget_version(self, version: Version) -> None:
+        self._open.pop(version, None)
+
+    def add(self, instance: Instance, version: Version, trajectory: TrajectoryId) -> None:
+        instance.residents.setdefault(version, set()).add(trajectory)
+        self._add_load(instance, 1)
+
+    def discard(
+        self, instance: Instance, version: Version, trajectory: TrajectoryId, paused: bool
+    ) -> None:
+        """Take a trajectory off an instance, wherever on it it is."""
+        residents = instance.residents.get(version)
+        if residents is not None and trajectory in residents:
+            _take(instance.residents, version, trajectory)
+            if paused:
+                instance.paused -= 1
+            else:
+                self._add_load(instance, -1)
+        elif trajectory in instance.parked.get(version, ()):
+            _take(instance.parked, version, trajectory)
+
+    def park(self, instance: Instance, version: Version, trajectory: TrajectoryId) -> None:
+        instance.parked.setdefault(version, set()).add(trajectory)
+
+    def unpark(self, instance: Instance, version: Version, trajectory: TrajectoryId) -> None:
+        _take(instance.parked, version, trajectory)
+        self.add(instance, version, trajectory)
+
+    def set_paused(self, instance: Instance, paused: bool) -> None:
+        change = 1 if paused else -1
+        instance.paused += change
+        self._add_load(instance, -change)
+
+    def reserve(self, instance: Instance, version: Version, count: int) -> None:
+        left = instance.reserved.get(version, 0) + count
+        if left:
+            instance.reserved[version] = left
+        else:
+            instance.reserved.pop(version, None)
+        self._add_load(instance, count)
+
+    def _add_load(self, instance: Instance, change: int) -> None:
+        instance.load += change
+        if not instance.leaving:
+            self.load += change
+        self.offer(instance)
+
+    def _count_installing(self, version: Version, state: HostState, change: int) -> None:
+        if state is HostState.INSTALLING:
+            left = self.installing.get(version, 0) + change
+            if left:
+                self.installing[version] = left
+            else:
+                del self.installing[version]
+
+    def _compact(self, version: Version) -> None:
+        live = {(i.load, i.id) for i in self.instances.values() if i.open_for(version)}
+        self._open[version] = sorted(live)
+
+
+def _take(
+    place: dict[Version, set[TrajectoryId]], version: Version, trajectory: TrajectoryId
+) -> None:
+    place[version].remove(trajectory)
+    if not place[version]:
+        del place[version]

@@ -1,0 +1,59 @@
+"""The live processes of a run, found by their logs and by their parents."""
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+
+def workers_of_run(run: Path) -> dict[str, int]:
+    """Its workers' process ids, by the names of their logs: `trainer`, `rollout-0`, …"""
+    logs = (run / "logs").resolve()
+    everyone = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
+    return {log.stem: pid for pid, log in _with_logs(everyone) if log.parent == logs}
+
+
+def workers_of_driver(driver: int) -> dict[str, int]:
+    """The workers that this driver has started, of whatever run."""
+    return {
+        log.stem: pid for pid, log in _with_logs(descendants(driver)) if log.parent.name == "logs"
+    }
+
+
+def _with_logs(pids: Iterable[int]) -> Iterator[tuple[int, Path]]:
+    """Those of the processes whose standard output is a log, with its path."""
+    for pid in pids:
+        with suppress(OSError):  # it is gone, or belongs to another user
+            output = Path(f"/proc/{pid}/fd/1").readlink()
+            if output.suffix == ".log":
+                yield pid, output
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes that this one has started, directly or not."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, IndexError):
+            # The name, in brackets, may hold anything; the parent is the second field after it.
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(stat.parts[2]))
+    found: list[int] = []
+    new = [pid]
+    while new:
+        new = [child for parent in new for child in children.get(parent, [])]
+        found += new
+    return found
+
+
+def sandbox_processes(driver: int) -> list[int]:
+    """Processes of the sandbox: reward workers, and the zygotes that start them."""
+    others = set(workers_of_driver(driver).values())
+    return sorted(pid for pid in descendants(driver) if pid not in others)
+
+
+def signal_to(pid: int, number: int) -> bool:
+    """Send a signal; whether the process was there to get it."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+        return True
+    return False

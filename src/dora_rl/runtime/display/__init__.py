@@ -1,0 +1,1 @@
+"""How a run goes and what it came to, for people."""

@@ -1,0 +1,128 @@
+"""The process of one worker: started with its share of the cores, watched, and ended for sure."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from dora_rl import logs
+from dora_rl.runtime.control import messages as ms
+from dora_rl.runtime.launchers.local.channel import Channel, Gone
+from dora_rl.runtime.launchers.local.site import Site
+
+_LOG_END = 1 << 16  # bytes of a log that may tell why a process died
+_LONGEST_WORDS = 2000  # characters of the line that does
+_FAULTS = {signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT}
+_END_S = 5.0  # from being told to end to being killed
+_DEATH_S = 30.0  # from the end of its channel to its own: a large interpreter takes its time
+
+
+class WorkerProcess:
+    """One running worker. `name` is for messages; `log` gets what it prints.
+
+    The incarnations of a worker share the log, each after the one before.
+    """
+
+    def __init__(self, name: str, setup: ms.Setup, site: Site, log: Path) -> None:
+        self.name = name
+        self._log = log
+        self._killed = False  # by us
+        ours, theirs = socket.socketpair()
+        with theirs, open(log, "ab") as output:
+            self._log_start = output.tell()  # after what earlier incarnations have written
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "dora_rl.runtime.launchers.local.worker",
+                    str(theirs.fileno()),
+                    site.encode(),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=(theirs.fileno(),),
+                env=_environment(setup.threads),
+                start_new_session=True,  # an interrupt at the terminal is the driver's alone
+            )
+        ours.setblocking(False)
+        self.channel = Channel(ours)
+        with suppress(Gone):  # its death is noticed on reading
+            self.channel.send(setup)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def death(self, blame: Callable[[], str | None] = lambda: None) -> str:
+        """What it died of, in one line; waits for the death.
+
+        `blame` is asked who has sent a SIGKILL that was not ours.
+        """
+        try:
+            code = self._process.wait(_DEATH_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            code = self._process.wait()
+        how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+        by = blame() if code == -signal.SIGKILL and not self._killed else None
+        if by is not None:
+            return f"{self.name} ended with {how}, {by}"
+        words = self._last_words()
+        return f"{self.name} ended with {how}{f': {words}' if words else ''}"
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended by an error of its own: an exception, or a fault of the processor."""
+        code = self._process.returncode
+        return code is not None and (code > 0 or -code in _FAULTS)
+
+    def _last_words(self) -> str:
+        """The last line that it printed and that is no log record, if there is one."""
+        with suppress(OSError), open(self._log, "rb") as file:
+            start = max(self._log_start, self._log.stat().st_size - _LOG_END)
+            file.seek(start)
+            if start > self._log_start:
+                file.readline()  # the rest of a line: it could not be told from a log record
+            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
+            words = [line for line in lines if line and not logs.is_line(line)]
+            return words[-1][:_LONGEST_WORDS] if words else ""
+        return ""
+
+    def kill(self) -> None:
+        """End it at once, with whatever it has started."""
+        self._killed = True
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Ask it to end, and see to it that it does."""
+        with suppress(Gone, OSError):
+            self.channel.send(ms.Shutdown())
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+        self.kill()
+        self._process.wait()
+        self.channel.close()
+
+
+def _environment(threads: int) -> dict[str, str]:
+    """Its share of the cores.
+
+    Threads that wait spin for some microseconds, as long as the next operation of a small model
+    lets them wait, and then sleep: the cores belong to those that compute. With 20,000 turns
+    instead, two processes that share their cores took three times as long for a step.
+    """
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "OPENBLAS_NUM_THREADS": str(threads),
+        "GOMP_SPINCOUNT": "5000",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }

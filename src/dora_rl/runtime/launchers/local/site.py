@@ -1,0 +1,39 @@
+"""Where the processes of one machine find what they share. It is in no message."""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from dora_rl.store.rundir import CHECKPOINTS, EXCHANGE, TRAJECTORIES, WEIGHTS
+
+
+class Site(NamedTuple):
+    """A run on this machine, as its workers are told on their command line."""
+
+    model: str
+    run: str
+    driver: int
+    """The driver's process: a worker ends with it."""
+
+    @classmethod
+    def parse(cls, text: str) -> "Site":
+        return cls(*json.loads(text))
+
+    def encode(self) -> str:
+        return json.dumps(self)
+
+    @property
+    def weights(self) -> Path:
+        return Path(self.run, WEIGHTS)
+
+    @property
+    def trajectories(self) -> Path:
+        return Path(self.run, TRAJECTORIES)
+
+    @property
+    def exchange(self) -> Path:
+        return Path(self.run, EXCHANGE)
+
+    @property
+    def checkpoints(self) -> Path:
+        return Path(self.run, CHECKPOINTS)

@@ -1,0 +1,77 @@
+"""How much memory a run needs at least, from its configuration and the model's shape alone.
+
+Processes, activations and checkpoints come on top of it; KV counts as if every slot were full,
+within what the engine takes. Free of torch.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dora_rl.core.protocol.errors import UserError
+from dora_rl.engines.kv_room import memory_share, token_bytes
+from dora_rl.models.config import ModelConfig
+from dora_rl.runtime.config import RunConfig
+from dora_rl.runtime.control import memory
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_TRAINER = 16  # bytes a parameter: weights, gradients and two moments of AdamW, all float32
+_GB = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes by what needs them."""
+
+    trainer: int
+    versions: int
+    kv: int
+    num_versions: int  # in one engine, at least: one that is served, and one that comes in
+
+    @property
+    def total(self) -> int:
+        return self.trainer + self.versions + self.kv
+
+    def __str__(self) -> str:
+        return (
+            f"{_size(self.total)}: {_size(self.trainer)} for the trainer (weights, gradients and "
+            f"AdamW in float32), {_size(self.versions)} for {self.num_versions} "
+            f"version{'s' * (self.num_versions != 1)}, {_size(self.kv)} for KV"
+        )
+
+
+def _size(count: int) -> str:
+    return f"{count / _GB:.1f} GB" if count >= _GB else f"{math.ceil(count / 1e6)} MB"
+
+
+def footprint(config: RunConfig, model: ModelConfig) -> Footprint:
+    """What a run of this configuration needs at least."""
+    parameters = sum(math.prod(shape) for shape in model.tensors().values())
+    rollout, instances = config.rollout, config.runtime.instances
+    num_versions = 1 + rollout.spare_version_slot  # without the spare, the old one goes first
+    if config.deterministic:  # a float32 copy in every engine
+        versions = num_versions * 4 * parameters * instances
+    else:  # mapped from files, which engines share
+        versions = num_versions * _BYTES[config.train.publish_dtype or model.dtype] * parameters
+    tokens = rollout.slots * min(model.context, rollout.max_tokens)
+    if rollout.kv_budget_tokens is not None:
+        tokens = min(tokens, rollout.kv_budget_tokens)
+    kv = min(tokens * token_bytes(model, rollout.kv_dtype), memory_share()) * instances
+    return Footprint(_TRAINER * parameters, versions, kv, num_versions)
+
+
+def check(
+    config: RunConfig, model: ModelConfig, read: Callable[[], memory.Left | None] | None = None
+) -> Footprint:
+    """Refuse a run that cannot fit into what the machine and its cgroups leave, as `read` tells."""
+    needed = footprint(config, model)
+    if read is None and memory.memory_watch().in_force:
+        read = memory.left
+    left = read() if read is not None and config.runtime.min_free_memory_mb else None
+    if left is not None and needed.total > left.size:
+        raise UserError(
+            f"the run needs at least {needed}; {left}: `{config.model.path}`. Use a smaller model, "
+            "lower rollout.slots, rollout.max_tokens or runtime.instances, or free memory "
+            "(runtime.min_free_memory_mb=0: not checked)."
+        )
+    return needed

@@ -1,0 +1,26 @@
+"""What newcomers look for and this version does not have, with what there is instead."""
+
+import re
+
+_GPU = "A GPU is set by train.device, for training alone: rollout runs on CPU cores."
+_ENGINES = "Other engines are not supported yet: rollout runs on the embedded CPU engine."
+_LORA = "LoRA is not supported yet: all weights are trained."
+_LOGGERS = "Loggers are not supported yet: metrics.jsonl of the run has every step."
+_CLUSTER = "Clusters are not supported yet: a run has one machine."
+
+NOT_YET = {
+    **dict.fromkeys(("gpu", "gpus", "cuda", "rocm", "mps", "devices"), _GPU),
+    **dict.fromkeys(("vllm", "sglang", "tgi"), _ENGINES),
+    **dict.fromkeys(("lora", "qlora", "peft", "adapter"), _LORA),
+    **dict.fromkeys(("wandb", "tensorboard", "mlflow", "logger", "loggers"), _LOGGERS),
+    **dict.fromkeys(("ray", "slurm", "kubernetes", "nodes", "deepspeed"), _CLUSTER),
+}
+
+
+def not_yet(*words: object) -> str | None:
+    """A sentence on the first of these words that names something that is not there."""
+    for word in words:
+        for part in re.findall(r"[a-z]+", str(word).lower()):
+            if part in NOT_YET:
+                return NOT_YET[part]
+    return None

@@ -1,0 +1,58 @@
+"""What is tried before a run starts, so that a mistake is told before a file is written.
+
+The order is that of the time it takes: the directory, memory, the weights' headers, then the
+workers with one response. Free of torch.
+"""
+
+from dataclasses import dataclass
+
+from dora_rl.engines.fit import check_dtypes, check_shapes
+from dora_rl.models.config import ModelConfig, read_config
+from dora_rl.runtime.control.memory import Watch
+from dora_rl.runtime.prepare import memory_estimate
+from dora_rl.runtime.prepare.memory_estimate import Footprint
+from dora_rl.runtime.prepare.plan import Plan
+from dora_rl.store.rundir import CONFIG, check_free
+from dora_rl.tasks.dry_run import Tried, try_task
+from dora_rl.weights.huggingface import stored_tensors
+
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """What was found: the model, what it needs, and the first prompt with its reward."""
+
+    model: ModelConfig
+    footprint: Footprint
+    tried: Tried
+
+
+def preflight(plan: Plan) -> Preflight:
+    """Check all that takes no model; nothing is written."""
+    if not plan.resumed:
+        check_free(plan.out)
+    check_memory(plan)
+    model = read_config(plan.model)
+    needed = memory_estimate.check(plan.config, model)
+    _check_weights(plan, model)
+    # What is resumed has been scored: a reward that is away for a while fails a trajectory, not it.
+    dry_run = plan.config.task.dry_run and not plan.resumed
+    return Preflight(model, needed, try_task(plan.task, dry_run=dry_run))
+
+
+def check_memory(plan: Plan) -> None:
+    """Refuse a run that would be stopped at once, for memory is short already."""
+    if plan.config.runtime.kind == "local":
+        watch = Watch(plan.config.runtime.min_free_memory_mb)
+        watch.check(plan.out / CONFIG if plan.resumed else None)
+
+
+def _check_weights(plan: Plan, model: ModelConfig) -> None:
+    """All tensors of the model are there, and can be published as the engine takes them."""
+    stored = stored_tensors(plan.model)
+    check_shapes(model, plan.model, {name: at.shape for name, at in stored.items()})
+    publish = plan.config.train.publish_dtype
+    if publish is None:
+        found = {_DTYPES[stored[name].dtype] for name in model.tensors()}
+        check_dtypes(plan.model, found, " Set train.publish_dtype.")

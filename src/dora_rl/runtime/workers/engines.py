@@ -1,0 +1,73 @@
+"""Engines as a configuration describes them."""
+
+from pathlib import Path
+
+from dora_rl.engines import kv_room
+from dora_rl.engines.base import Engine, Sampling
+from dora_rl.engines.registry import EngineOptions, create_engine
+from dora_rl.models.config import ModelConfig
+from dora_rl.runtime.config import RunConfig
+from dora_rl.tasks.long_prompts import WhyTooLong
+
+
+def sampling_of(config: RunConfig, *, evaluation: bool = False) -> Sampling:
+    """How the policy is sampled in training, or in an evaluation."""
+    rollout = config.rollout
+    return Sampling(
+        temperature=config.task.eval_temperature if evaluation else rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        min_p=rollout.min_p,
+        max_tokens=rollout.max_tokens,
+        stop=rollout.stop,
+    )
+
+
+def why_too_long(config: RunConfig, model: ModelConfig) -> WhyTooLong:
+    """What an engine of this configuration says of a prompt's length, before there is one.
+
+    KV memory counts where the configuration sets it: which prompts are left out must not depend on
+    the machine. What an engine refuses for want of memory fails at once.
+    """
+    rollout = config.rollout
+
+    def why(tokens: int) -> str | None:
+        if tokens >= model.context:
+            return (
+                f"the model's context is `{model.context}`, and a response must fit in after it. "
+                "Shorten it"
+            )
+        if rollout.kv_budget_tokens is None:
+            return None
+        blocks = rollout.kv_budget_tokens // kv_room.BLOCK_TOKENS
+        needed = kv_room.blocks_needed(tokens, rollout.max_tokens, model.context)
+        if needed <= blocks:
+            return None
+        return (
+            f"with a response it may need the KV of {needed * kv_room.BLOCK_TOKENS} tokens, and "
+            f"`{blocks * kv_room.BLOCK_TOKENS}` are there. Raise rollout.kv_budget_tokens, lower "
+            "rollout.max_tokens"
+        )
+
+    return why
+
+
+def make_engine(config: RunConfig, model: Path) -> Engine:
+    """The engine that the configuration names, with room for the versions to serve, and a spare.
+
+    With the spare one, a new version is whole in memory before the old one goes, and a failed
+    install changes nothing. Without, the old one goes first.
+    """
+    rollout = config.rollout
+    return create_engine(
+        rollout.engine,
+        EngineOptions(
+            model=model,
+            slots=rollout.slots,
+            version_slots=config.settings().version_slots + rollout.spare_version_slot,
+            kv_budget_tokens=rollout.kv_budget_tokens,
+            kv_dtype=rollout.kv_dtype,
+            prefill_chunk=rollout.prefill_chunk,
+            deterministic=config.deterministic,
+        ),
+    )
