@@ -16,7 +16,7 @@ import pytest
 
 from dora_rl.core.audit import audit_journal
 from dora_rl.core.history.replay import replay
-from dora_rl.core.protocol.commands import Command, Score, Start
+from dora_rl.core.protocol.commands import Command, Install, Score, Start
 from dora_rl.core.protocol.errors import UserError
 from dora_rl.core.protocol.events import (
     Event,
@@ -142,28 +142,48 @@ def test_a_rollout_process_that_is_killed_is_replaced(model: Path, tmp_path: Pat
 
 
 class Vandal(Listener):
-    """Cuts the manifest of a version when this one is published, and kills who has it."""
+    """Kills the instance amid work of an older version, and cuts what its successor must install.
 
-    def __init__(self, run: Path, version: int, when: int) -> None:
-        self.manifest = run / "weights" / f"version-{version:08}" / "manifest.json"
-        self.when = when
+    The newest version, or with `older` one before it.
+    """
+
+    def __init__(self, run: Path, *, older: bool) -> None:
+        self.weights = run / "weights"
+        self.older = older
+        self.newest = 0
+        self.running: dict[int, int] = {}  # trajectories and their versions
+        self.killed = False
 
     def observed(self, now: float, event: Event, commands: Sequence[Command]) -> None:
-        if isinstance(event, WeightsPublished) and event.version == self.when:
-            os.truncate(self.manifest, 100)
-            for found in parts("rollout-0"):
-                found.kill()
+        if isinstance(event, WeightsPublished):
+            self.newest = event.version
+            if not self.killed and any(v < self.newest for v in self.running.values()):
+                self.killed = True
+                for found in parts("rollout-0"):
+                    found.kill()
+        elif isinstance(event, TrajectoryFinished):
+            self.running.pop(event.trajectory, None)
+        for command in commands:
+            if isinstance(command, Start):
+                self.running[command.trajectory] = command.version
+            elif isinstance(command, Install) and command.incarnation > 0:
+                if (command.version < self.newest) == self.older:
+                    name = f"version-{command.version:08}"
+                    os.truncate(self.weights / name / "manifest.json", 100)
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize(("version", "when"), [(1, 1), (0, 1)])
+@pytest.mark.parametrize("older", [False, True])
 def test_a_version_that_nobody_can_install_ends_the_run(
-    version: int, when: int, model: Path, tmp_path: Path
+    older: bool, model: Path, tmp_path: Path
 ) -> None:
-    """Rather than one instance after the other, for ever; an older one too, while others serve."""
+    """Rather than one instance after the other, for ever; an older one too, while others serve.
+
+    So many steps that the successor must install the newest, however late it joins.
+    """
     out = tmp_path / "run"
     with pytest.raises(RunFailed, match=r"manifest\.json"):
-        run(model, out, Vandal(out, version, when), **ALONE)
+        run(model, out, Vandal(out, older=older), **{**ALONE, "run": {"steps": 100}})
 
 
 @pytest.mark.slow
