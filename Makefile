@@ -12,8 +12,10 @@ VENV_TRL := .venv-trl
 STAMP_TRL := $(VENV_TRL)/.installed
 # Two processes, each with a stretch of the suite: what the tests of a file share is made once.
 TWO := -n 2 --dist worksteal
-# Modules are compiled when they are first imported: most never are, and it takes a minute.
+# Modules are compiled when they are first imported: most never are, and it takes a minute. So that
+# must not be switched off, as in many containers: every process would compile torch anew, for seconds.
 PIP_OPTIONS := --quiet --disable-pip-version-check --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 # Handed out one at a time, and three at once: those that take long wait for much of it.
 LONG := -n 3 --dist load --maxschedchunk 1
 # What has a fast path, or runs with one.
@@ -31,7 +33,7 @@ endif
 
 .DEFAULT_GOAL := help
 .PHONY: help venv venv-vllm venv-trl quickstart test test-slow test-portable test-docs test-smollm2 \
-	test-faults test-gpu lint format bench soak clean
+	test-vllm test-faults test-gpu lint format bench soak clean
 
 help: ## show the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-13s %s\n", $$1, $$2}'
@@ -87,6 +89,12 @@ test-portable: $(STAMP) ## run engine, trainer, rewards and runs with every fast
 test-smollm2: $(STAMP) ## run the tests that need SmolLM2-135M, which is fetched first
 	$(BIN)/dora-rl fetch-model smollm2
 	$(BIN)/python -m pytest $(TWO) -m smollm2
+
+# The engine in its own environment, then runs whose workers are started there. What its libraries
+# warn of is not ours to mend.
+test-vllm: $(STAMP) $(STAMP_VLLM) ## run the tests that need vLLM, in an environment of its own
+	PYTHONPATH=src $(VENV_VLLM)/bin/python -m pytest -o filterwarnings=default -m vllm tests/engines/vllm
+	$(BIN)/python -m pytest -m vllm tests/runtime/test_vllm.py
 
 # A machine without a GPU tests nothing here, which must not look like success.
 test-gpu: $(STAMP) ## run the tests that need a GPU; without one, say so and fail
