@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from dora_rl.weights import manifest as manifests
 from dora_rl.weights.errors import WeightsError
+from dora_rl.weights.fingerprint import Fingerprint, probe
 from dora_rl.weights.manifest import (
     FileEntry,
     Manifest,
@@ -30,7 +31,7 @@ TENSORS = {
     "head.weight": TensorEntry("two.safetensors", "F32", (2, 3), C),
     "body.weight": TensorEntry("one.safetensors", "BF16", (), A),
 }
-MANIFEST = Manifest(7, FILES, TENSORS)
+MANIFEST = Manifest(7, FILES, TENSORS, Fingerprint((5, 0, 3), (-0.5, -1.25)))
 
 
 def refused(raw: bytes) -> str:
@@ -42,6 +43,31 @@ def refused(raw: bytes) -> str:
 
 def test_what_is_written_reads_back() -> None:
     assert decode(MANIFEST.encode(), "x") == MANIFEST
+
+
+def test_a_manifest_without_a_fingerprint_reads_back() -> None:
+    plain = Manifest(7, FILES, TENSORS)
+    assert plain.fingerprint is None
+    assert decode(plain.encode(), "x") == plain
+    assert plain.digest == MANIFEST.digest
+
+
+def test_a_fingerprint_is_as_far_as_its_worst_token() -> None:
+    fingerprint = Fingerprint((5, 0, 3), (-0.5, -1.25))
+    assert fingerprint.distance([-0.5, -1.25]) == 0
+    assert fingerprint.distance([-0.75, -1.0]) == 0.25
+    for strange in (float("nan"), -float("inf")):
+        assert fingerprint.distance([strange, -1.25]) == float("inf")
+    with pytest.raises(ValueError, match="shorter"):
+        fingerprint.distance([-0.5])
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 300, 50_000])
+def test_the_probe_is_of_the_vocabulary(vocab_size: int) -> None:
+    tokens = probe(vocab_size)
+    assert len(tokens) == 32
+    assert all(0 <= token < vocab_size for token in tokens)
+    assert len(set(tokens)) > min(vocab_size, 20) / 2
 
 
 def test_the_digest_is_over_names_dtypes_shapes_and_bytes() -> None:
@@ -76,8 +102,15 @@ def test_the_digest_depends_on_each_part_of_a_tensor(other: TensorEntry) -> None
 
 FORGERIES: list[tuple[Callable[[Any], Any], str]] = [
     (lambda m: m.update(extra=1), "unknown key: `extra`"),
-    (lambda m: m.update(format=2), "has the format `2`: this dora-rl reads 1"),
-    (lambda m: m.update(format=True), "format .* whole number"),
+    (lambda m: m.update(format=1), "has the format `1`: this dora-rl reads 2"),
+    (lambda m: m.update(format=2.0), "format .* whole number"),
+    (lambda m: m.update(fingerprint=[]), "fingerprint .* must be an object"),
+    (lambda m: m["fingerprint"].update(tokens=[1, -1, 2]), "a token of fingerprint .*`-1`"),
+    (lambda m: m["fingerprint"].update(tokens=[1, 2]), "2 tokens and 2 logprobs"),
+    (lambda m: m["fingerprint"].update(logprobs=[-1.0, 0.5]), "none: `0.5`"),
+    (lambda m: m["fingerprint"].update(logprobs=[-1.0, -1e999]), "strict JSON|none: "),
+    (lambda m: m["fingerprint"].update(tokens=7), "tokens of fingerprint .* a list: `7`"),
+    (lambda m: m["fingerprint"].pop("tokens"), "fingerprint .* lacks the key `tokens`"),
     (lambda m: m.update(version=-1), "version .* whole number >= 0: `-1`"),
     (lambda m: m.update(version="7"), "version .* whole number >= 0: `7`"),
     (lambda m: m.update(version=7.0), "version .* whole number"),
@@ -117,7 +150,9 @@ def test_what_does_not_fit_is_refused_by_entry(change: Callable[[Any], Any], mes
     assert re.search(message, refused(forged(MANIFEST.encode(), change)))
 
 
-@pytest.mark.parametrize("key", ["format", "version", "digest", "files", "tensors", "checksum"])
+@pytest.mark.parametrize(
+    "key", ["format", "version", "digest", "files", "tensors", "fingerprint", "checksum"]
+)
 def test_each_key_must_be_there(key: str) -> None:
     raw = forged(MANIFEST.encode(), lambda m: m.pop(key))
     assert f"lacks the key `{key}`" in refused(raw)

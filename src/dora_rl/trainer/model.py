@@ -22,6 +22,7 @@ from dora_rl.models.errors import ModelError
 from dora_rl.trainer.logprobs import token_logprobs
 from dora_rl.trainer.settings import Dtype, TrainSettings
 from dora_rl.trainer.sharding import local, shard_of
+from dora_rl.weights.fingerprint import Fingerprint, probe
 from dora_rl.weights.huggingface import map_model
 from dora_rl.weights.tensors import digests, weights_digest
 
@@ -69,10 +70,12 @@ class Policy(nn.Module):
         targets_T: Tensor,
         sampled_T: Tensor | None,
         lengths: Sequence[int] | None = None,
+        temperature: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Log-probabilities and entropies (0 where nothing was sampled), and values.
 
-        With `lengths`, the one row of `input_BT` holds sequences of these lengths.
+        With `lengths`, the one row of `input_BT` holds sequences of these lengths. The temperature
+        is the run's, unless another one is given.
         """
         apart = {} if lengths is None else _apart(lengths, input_BT.device)
         with torch.autocast(input_BT.device.type, torch.bfloat16, enabled=self._bf16):
@@ -86,9 +89,9 @@ class Policy(nn.Module):
         if self.value_head is not None:
             values_T = self.value_head(hidden_TD.float()).sum(1)  # no view: FSDP hooks it
         if sampled_T is None:
-            return *self._score(hidden_TD, targets_T), values_T
+            return *self._score(hidden_TD, targets_T, temperature), values_T
         logprobs, entropy = self._score(
-            hidden_TD.index_select(0, sampled_T), targets_T.index_select(0, sampled_T)
+            hidden_TD.index_select(0, sampled_T), targets_T.index_select(0, sampled_T), temperature
         )
         nothing_T = torch.zeros(len(targets_T), device=logprobs.device)
         logprobs_T = nothing_T.index_copy(0, sampled_T, logprobs)
@@ -104,13 +107,30 @@ class Policy(nn.Module):
             hidden = self.model.base_model(input_ids=input_BT, use_cache=False).last_hidden_state
             return theirs.float(), self.model.get_output_embeddings()(hidden).float()
 
-    def _score(self, hidden_MD: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor]:
+    def fingerprint(self) -> Fingerprint | None:
+        """What these weights say of the probe; None if that is no number.
+
+        A sharded model needs all processes for it.
+        """
+        tokens = probe(self.vocab_size)
+        row = torch.tensor([tokens], device=self.device)
+        places = torch.arange(len(tokens) - 1, device=self.device)
+        lengths = [len(tokens)] if self.packs else None
+        with torch.no_grad():
+            logprobs, _, _ = self(row, places, row[0, 1:], None, lengths, temperature=1.0)
+        if not logprobs.isfinite().all():
+            return None
+        return Fingerprint(tokens, tuple(logprobs.clamp(max=0.0).tolist()))
+
+    def _score(
+        self, hidden_MD: Tensor, targets_M: Tensor, temperature: float | None
+    ) -> tuple[Tensor, Tensor]:
         head = self.model.get_output_embeddings()
         return token_logprobs(
             hidden_MD,
             head.weight,
             targets_M,
-            temperature=self._temperature,
+            temperature=self._temperature if temperature is None else temperature,
             chunk=self._chunk,
             bias_V=getattr(head, "bias", None),
         )

@@ -31,6 +31,7 @@ from dora_rl.trainer.step import Stepper
 from dora_rl.trainer.world import World
 from dora_rl.transports.weights.shared_directory import WeightStore
 from dora_rl.weights.checks import shown
+from dora_rl.weights.fingerprint import Fingerprint
 
 # These change how a step is computed, not what: a checkpoint may continue with others.
 _FREE = {
@@ -143,19 +144,22 @@ class Replica:
             self.report = report
         return report
 
-    def published(self) -> dict[str, Tensor]:
+    def published(self) -> tuple[dict[str, Tensor], Fingerprint | None]:
         """The weights by the names of the checkpoint, whole, in the dtype of publication.
 
-        The leader's, on the CPU; the other processes give it their parts, and get nothing.
+        The leader's, on the CPU; the other processes give it their parts, and get nothing. With
+        them comes what they say of the probe.
         """
         weights = {}
         with self.progress.deferred():
+            fingerprint = self.policy.fingerprint()
+            self.progress()
             for name, parameter in self._named():
                 whole = gathered(parameter, self._dtype(name), copy=False)
                 if whole is not None:
                     weights[name] = whole
                 self.progress()
-        return weights
+        return weights, fingerprint
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         for name, saved in self.source.names.items():

@@ -133,11 +133,11 @@ class Trainer:
             )
         with self._followers.watched():
             self._followers.tell(Publish())
-            weights = self._replica.published()
+            weights, fingerprint = self._replica.published()
         tell = self._replica.progress
         # By a thread, so that a slow disk or a lock is not taken for a hang here.
         with ThreadPoolExecutor(1, "dora-rl publication") as pool:
-            written = pool.submit(self._store.publish, version, weights)
+            written = pool.submit(self._store.publish, version, weights, fingerprint=fingerprint)
             tell()
             while wait([written], _TELL_S).not_done:
                 tell()

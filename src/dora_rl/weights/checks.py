@@ -66,6 +66,12 @@ def entries(value: Any, where: str) -> dict[str, Any]:
     return value
 
 
+def items(value: Any, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise WeightsError(f"{where} must be a list: {shown(value)}.")
+    return value
+
+
 def record(value: Any, keys: frozenset[str], where: str) -> dict[str, Any]:
     """An object with exactly these keys."""
     found = entries(value, where)
@@ -80,6 +86,13 @@ def number(value: Any, where: str) -> int:
     """A whole number >= 0 of 63 bits (`true` is none)."""
     if type(value) is not int or not 0 <= value <= _MAX_NUMBER:
         raise WeightsError(f"{where} must be a whole number >= 0: {shown(value)}.")
+    return value
+
+
+def logprob(value: Any, where: str) -> float:
+    """A number <= 0, not endless."""
+    if type(value) is not float or not -math.inf < value <= 0:
+        raise WeightsError(f"{where} has a log-probability that is none: {shown(value)}.")
     return value
 
 

@@ -1,11 +1,12 @@
 """The manifest of one version: every file and every tensor with its digest.
 
-    format    1
-    version   the version that this directory is
-    digest    of the weights alone: the same however they are split over files
-    files     name -> bytes, sha256 of the whole file
-    tensors   name -> file, dtype, shape, sha256 of the tensor's bytes
-    checksum  of all of the above, so that no altered byte of the manifest passes
+    format       2
+    version      the version that this directory is
+    digest       of the weights alone: the same however they are split over files
+    files        name -> bytes, sha256 of the whole file
+    tensors      name -> file, dtype, shape, sha256 of the tensor's bytes
+    fingerprint  tokens and logprobs of `fingerprint.Fingerprint`, or null where nobody recorded one
+    checksum     of all of the above, so that no altered byte of the manifest passes
 
 It has one spelling: what does not read back to the same bytes was not written here. It knows
 JSON, not tensors.
@@ -23,14 +24,16 @@ from typing import Any
 from dora_rl.core.protocol.types import Version
 from dora_rl.weights import checks, disk
 from dora_rl.weights.errors import WeightsError
+from dora_rl.weights.fingerprint import Fingerprint
 
-FORMAT = 1
+FORMAT = 2
 FILE_NAME = "manifest.json"
 MAX_BYTES = 100_000_000  # some 400 000 tensors; also the limit of a safetensors header
 
-_KEYS = frozenset({"format", "version", "digest", "files", "tensors", "checksum"})
+_KEYS = frozenset({"format", "version", "digest", "files", "tensors", "fingerprint", "checksum"})
 _FILE_KEYS = frozenset({"bytes", "sha256"})
 _TENSOR_KEYS = frozenset({"file", "dtype", "shape", "sha256"})
+_FINGERPRINT_KEYS = frozenset({"tokens", "logprobs"})
 _DIRECTORY = re.compile(r"version-([0-9]{8,19})", re.ASCII)
 
 
@@ -55,6 +58,7 @@ class Manifest:
     version: Version
     files: Mapping[str, FileEntry]
     tensors: Mapping[str, TensorEntry]
+    fingerprint: Fingerprint | None = None
     digest: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -74,6 +78,12 @@ class Manifest:
             "tensors": {
                 name: {"file": t.file, "dtype": t.dtype, "shape": t.shape, "sha256": t.sha256}
                 for name, t in self.tensors.items()
+            },
+            "fingerprint": None
+            if self.fingerprint is None
+            else {
+                "tokens": self.fingerprint.tokens,
+                "logprobs": self.fingerprint.logprobs,
             },
         }
         return _canonical({**content, "checksum": checksum_of(content)}) + b"\n"
@@ -146,7 +156,9 @@ def decode(raw: bytes, where: str) -> Manifest:
         raise WeightsError(f"file `{empty[0]}` in {where} has no tensor. Publish it again.")
     if not tensors:
         raise WeightsError(f"{where} has no tensors. Publish it again.")
-    manifest = Manifest(checks.number(content["version"], f"version in {where}"), files, tensors)
+    version = checks.number(content["version"], f"version in {where}")
+    fingerprint = _fingerprint(content["fingerprint"], f"fingerprint in {where}")
+    manifest = Manifest(version, files, tensors, fingerprint)
     if content["digest"] != manifest.digest:
         raise WeightsError(
             f"digest in {where} does not match its tensors: {checks.shown(content['digest'])}. "
@@ -179,3 +191,18 @@ def _tensor(value: Any, files: Mapping[str, FileEntry], where: str) -> TensorEnt
         shape=checks.shape(entry["shape"], where),
         sha256=checks.sha256(entry["sha256"], f"sha256 of {where}"),
     )
+
+
+def _fingerprint(value: Any, where: str) -> Fingerprint | None:
+    if value is None:
+        return None
+    entry = checks.record(value, _FINGERPRINT_KEYS, where)
+    said = {key: checks.items(entry[key], f"{key} of {where}") for key in sorted(entry)}
+    tokens = tuple(checks.number(token, f"a token of {where}") for token in said["tokens"])
+    logprobs = tuple(checks.logprob(number, where) for number in said["logprobs"])
+    if len(logprobs) != len(tokens) - 1:
+        raise WeightsError(
+            f"{where} has {len(tokens)} tokens and {len(logprobs)} logprobs, not one less. "
+            "Publish it again."
+        )
+    return Fingerprint(tokens, logprobs)

@@ -13,6 +13,7 @@ import torch
 from dora_rl.core.protocol.types import Version
 from dora_rl.weights import checks, disk
 from dora_rl.weights.errors import WeightsError
+from dora_rl.weights.fingerprint import Fingerprint
 from dora_rl.weights.header import MAX_HEADER_BYTES, encode_head
 from dora_rl.weights.manifest import FILE_NAME, MAX_BYTES, FileEntry, Manifest, TensorEntry
 from dora_rl.weights.tensors import bytes_of, check_plain, dtype_name, ready
@@ -28,7 +29,11 @@ def check_tensors(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def write_version(
-    directory: Path, version: Version, tensors: Mapping[str, torch.Tensor], max_file_bytes: int
+    directory: Path,
+    version: Version,
+    tensors: Mapping[str, torch.Tensor],
+    max_file_bytes: int,
+    fingerprint: Fingerprint | None = None,
 ) -> Manifest:
     """Write the files and their manifest, each synced to the disk."""
     files: dict[str, FileEntry] = {}
@@ -36,7 +41,7 @@ def write_version(
     for file, shard in shards(tensors, max_file_bytes).items():
         files[file], written = _write_file(directory / file, shard)
         entries |= written
-    manifest = Manifest(version, files, entries)
+    manifest = Manifest(version, files, entries, fingerprint)
     text = manifest.encode()
     _check_limit(len(text), MAX_BYTES, directory / FILE_NAME)
     with disk.new_file(directory / FILE_NAME) as write:

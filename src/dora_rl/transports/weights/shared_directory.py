@@ -15,6 +15,7 @@ import torch
 from dora_rl.core.protocol.types import Version
 from dora_rl.weights import disk
 from dora_rl.weights.errors import WeightsError
+from dora_rl.weights.fingerprint import Fingerprint
 from dora_rl.weights.huggingface import map_model
 from dora_rl.weights.loading import LoadedWeights, open_version
 from dora_rl.weights.manifest import Manifest, read_manifest
@@ -73,6 +74,7 @@ class WeightStore:
         version: Version,
         tensors: Mapping[str, torch.Tensor],
         *,
+        fingerprint: Fingerprint | None = None,
         max_file_bytes: int = MAX_FILE_BYTES,
     ) -> Manifest:
         """Write a version and make it visible, whole and on the disk, or not at all.
@@ -90,7 +92,7 @@ class WeightStore:
             sweep(self.root, PUBLISHING, DELETED)
             if disk.exists(target):
                 return self._same(version, tensors)
-            return self._write(version, tensors, max_file_bytes)
+            return self._write(version, tensors, max_file_bytes, fingerprint)
 
     def publish_directory(
         self, version: Version, directory: Path, *, max_file_bytes: int = MAX_FILE_BYTES
@@ -108,12 +110,16 @@ class WeightStore:
         delete_version(self.root, version)
 
     def _write(
-        self, version: Version, tensors: Mapping[str, torch.Tensor], max_file_bytes: int
+        self,
+        version: Version,
+        tensors: Mapping[str, torch.Tensor],
+        max_file_bytes: int,
+        fingerprint: Fingerprint | None,
     ) -> Manifest:
         partial, target = hidden(self.root, PUBLISHING), self.path(version)
         try:
             disk.make_directory(partial)
-            manifest = write_version(partial, version, tensors, max_file_bytes)
+            manifest = write_version(partial, version, tensors, max_file_bytes, fingerprint)
             disk.sync_directory(partial)
             disk.rename(partial, target)
             disk.sync_directory(self.root)

@@ -1,0 +1,33 @@
+"""The functional fingerprint of a version: what its weights say of a fixed text.
+
+The trainer records it when it publishes; an engine that cannot show the weights it computes with
+compares it after an install. A digest says which tensors were handed over, this says that they
+arrived where they belong. It knows neither tensors nor models.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """Log-probabilities at temperature 1 of all tokens but the first, each given those before."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+    def distance(self, logprobs: Sequence[float]) -> float:
+        """The largest difference of a log-probability; infinite where one is no number."""
+        pairs = zip(self.logprobs, logprobs, strict=True)
+        gaps = [abs(recorded - found) for recorded, found in pairs]
+        return max(gaps) if all(map(math.isfinite, gaps)) else math.inf
+
+
+def probe(vocab_size: int) -> tuple[int, ...]:
+    """The text: the same for every model of this vocabulary."""
+    digests = (hashlib.blake2b(bytes([i]), digest_size=8).digest() for i in range(_TOKENS))
+    return tuple(int.from_bytes(digest, "little") % vocab_size for digest in digests)
