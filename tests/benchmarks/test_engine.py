@@ -65,7 +65,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
         return [Fake(start.name, asked) for start in starts]
 
     monkeypatch.setattr(engine, "start_all", fakes)
-    monkeypatch.setattr(roster, "vllm_python", lambda: Path("python"))
+    monkeypatch.setattr(roster, "find_python", lambda: Path("python"))
     return asked
 
 

@@ -14,6 +14,7 @@ from dora_rl import extras
 from dora_rl.benchmarks.contestants import roster
 from dora_rl.benchmarks.models import Model, open_model
 from dora_rl.core.protocol.errors import UserError
+from dora_rl.engines.vllm import environment as vllm_environment
 
 SHAPE = roster.Shape(batch=32, prompt_tokens=64, new_tokens=48, threads=2)
 VLLM_FILE = Path(roster.__file__).with_name("vllm.py")
@@ -31,7 +32,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     python = tmp_path / ".venv-vllm" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.symlink_to(sys.executable)
-    monkeypatch.setenv(roster.VLLM_PYTHON, str(python))
+    monkeypatch.setenv(vllm_environment.PYTHON, str(python))
     return python
 
 
@@ -69,11 +70,11 @@ def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
 def test_vllm_is_found_beside_the_environment(
     tmp_path: Path, environment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert roster.vllm_python() == environment
-    monkeypatch.delenv(roster.VLLM_PYTHON)
-    monkeypatch.setattr(roster.dora_rl, "__file__", str(tmp_path / "elsewhere/src/x/__init__.py"))
+    assert vllm_environment.find_python() == environment
+    monkeypatch.delenv(vllm_environment.PYTHON)
+    monkeypatch.setattr(vllm_environment, "_REPOSITORY", tmp_path / "elsewhere")
     monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
-    assert roster.vllm_python() == environment
+    assert vllm_environment.find_python() == environment
     environment.unlink()
     with pytest.raises(UserError, match="Run: make venv-vllm"):
         roster.check_others(["vllm"])
@@ -81,7 +82,7 @@ def test_vllm_is_found_beside_the_environment(
 
 def test_a_named_python_must_be_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for path in (tmp_path, tmp_path / "absent"):
-        monkeypatch.setenv(roster.VLLM_PYTHON, str(path))
+        monkeypatch.setenv(vllm_environment.PYTHON, str(path))
         with pytest.raises(UserError, match=rf"is not a program: `{path}`.*make venv-vllm"):
             roster.check_others(["vllm"])
 

@@ -25,6 +25,7 @@ from dora_rl.benchmarks.orchestrator import DEFAULT_EVENTS, DEFAULT_INSTANCES, G
 from dora_rl.benchmarks.world import GROUP_SIZE, SLOTS, World, settings_for
 from dora_rl.cli._quick import QUICK
 from dora_rl.core.audit.invariants import check
+from dora_rl.engines.vllm.environment import PYTHON as VLLM_PYTHON
 from tests.benchmarks import stubs
 
 TINY = ["bench", "orchestrator", "--instances", "16,4", "--events", "500"]
@@ -187,7 +188,7 @@ def test_a_contestant_that_dies_is_named_and_the_code_is_1(
     python = stand_ins.parent / "python"
     python.write_text("#!/bin/sh\necho no such instruction >&2\nkill -ILL $$\n")
     python.chmod(0o755)
-    monkeypatch.setenv(roster.VLLM_PYTHON, str(python))
+    monkeypatch.setenv(VLLM_PYTHON, str(python))
     assert cli.main([*ENGINE, "--against", "vllm"]) == 1
     out, err = capsys.readouterr()
     assert out == ""

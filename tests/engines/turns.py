@@ -134,6 +134,7 @@ class TurnTests:
     def test_only_what_was_said_is_read_and_nobody_waits_for_it(self, harness: Harness) -> None:
         """A long episode with a small chunk: reading it all would take a dozen steps."""
         drive = start(harness, prefill_chunk=2)
+        needs(drive.engine, parking=True)
         request, mate = brief(harness, 1, length=20), ask(harness, 2, max_tokens=40)
         drive.submit(request, mate)
         drive.until_held(1)
@@ -284,7 +285,8 @@ class TurnTests:
         assert drive.cancel(1) is False
         drive.submit(request)
         drive.until_held(1)
-        assert_same(harness, drive.records[1], first)
+        if drive.engine.capabilities.exact_noise:
+            assert_same(harness, drive.records[1], first)
 
     def test_an_episode_goes_on_from_its_prefix(self, harness: Harness) -> None:
         """After a crash in any turn, at any token."""
@@ -317,6 +319,7 @@ class TurnRoomTests:
         held = brief(harness, 1, length=unit, max_tokens=5 * unit)
         other = ask(harness, 2, length=length, max_tokens=tokens)
         drive = start(harness, slots=1, kv_budget_tokens=6 * unit, prefill_chunk=2)
+        needs(drive.engine, parking=True)
         drive.submit(held)
         drive.until_held(1)
         drive.extend(1, harness.prompt(3, 2 * unit))

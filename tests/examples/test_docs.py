@@ -13,6 +13,7 @@ from dora_rl.algorithms import settings as algorithm
 from dora_rl.algorithms.presets import PRESETS
 from dora_rl.core.protocol.paradigms import PARADIGMS
 from dora_rl.core.protocol.settings import Settings
+from dora_rl.engines.vllm.settings import VllmSettings
 from dora_rl.runtime.config import LogicalTime, RunConfig
 from dora_rl.runtime.control.evaluator import EvalRecord
 from dora_rl.runtime.records.step_metrics import StepRecord
@@ -66,11 +67,10 @@ def expected() -> dict[str, dict[str, str]]:
         tables[name] = {
             key: shown(entry.get_default(call_default_factory=True))
             for key, entry in model.model_fields.items()
-            if key != "inline"
+            if key not in ("inline", "vllm")
         }
-    tables["runtime.inline"] = {
-        key: shown(entry.default) for key, entry in LogicalTime.model_fields.items()
-    }
+    for name, model in {"runtime.inline": LogicalTime, "rollout.vllm": VllmSettings}.items():
+        tables[name] = {key: shown(entry.default) for key, entry in model.model_fields.items()}
     return tables
 
 

@@ -249,9 +249,11 @@ def test_the_core_knows_no_run_it_was_not_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "fix"), [("embeded", "Did you mean `embedded`?"), ("vllm", "not supported yet")]
+    ("name", "fix"), [("embeded", "Did you mean `embedded`?"), ("sglang", "not supported yet")]
 )
 def test_an_engine_that_is_not_known_is_refused(name: str, fix: str) -> None:
-    with pytest.raises(UserError, match=r"rollout\.engine must be `embedded`") as refusal:
+    with pytest.raises(
+        UserError, match=r"rollout\.engine must be one of `embedded`, `vllm`: "
+    ) as refusal:
         read_config({"model": {"path": "m"}, "rollout": {"engine": name}})
     assert f"`{name}`" in str(refusal.value) and fix in str(refusal.value)

@@ -166,10 +166,12 @@ class Vandal(Listener):
         for command in commands:
             if isinstance(command, Start):
                 self.running[command.trajectory] = command.version
-            elif isinstance(command, Install) and command.incarnation > 0:
-                if (command.version < self.newest) == self.older:
-                    name = f"version-{command.version:08}"
-                    os.truncate(self.weights / name / "manifest.json", 100)
+            elif isinstance(command, Install) and self._is_struck(command):
+                name = f"version-{command.version:08}"
+                os.truncate(self.weights / name / "manifest.json", 100)
+
+    def _is_struck(self, install: Install) -> bool:
+        return install.incarnation > 0 and (install.version < self.newest) == self.older
 
 
 @pytest.mark.faults

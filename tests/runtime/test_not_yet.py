@@ -26,7 +26,7 @@ def refused(*args: str) -> str:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["--set", "rollout.engine=vllm"], "rollout runs on the embedded CPU engine"),
+        (["--set", "rollout.engine=sglang"], "rollout.engine is `embedded` or `vllm`"),
         (["--set", "train.devices=2"], "A GPU is set by train.device"),
         (["--set", "runtime.gpus=2"], "A GPU is set by train.device"),
         (["--set", "train.lora_rank=8"], "LoRA is not supported yet"),

@@ -4,7 +4,7 @@ from dora_rl.machine import cgroups
 from dora_rl.models.config import ModelConfig
 
 BLOCK_TOKENS = 32  # KV is given out in blocks of so many tokens
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _SHARE_OF_MEMORY = 0.25  # the rest is for weights, the trainer and everything else
 
 
@@ -30,3 +30,21 @@ def blocks_needed(
     before = prompt - 1
     own = min(max_tokens, context - before)
     return blocks_for(before, block_tokens) + blocks_for(own, block_tokens)
+
+
+def num_blocks(
+    config: ModelConfig,
+    *,
+    slots: int,
+    budget_tokens: int | None,
+    dtype: str,
+    context: int | None = None,
+    block_tokens: int = BLOCK_TOKENS,
+) -> int:
+    """Blocks of an engine: its budget or, without one, what its slots can use, within memory."""
+    if budget_tokens is not None:
+        return budget_tokens // block_tokens
+    fits = memory_share() // (token_bytes(config, dtype) * block_tokens)
+    # A trajectory has a block begun for its prompt and one for what it generates.
+    useful = slots * (blocks_for(context or config.context, block_tokens) + 1)
+    return max(1, min(fits, useful))

@@ -1,14 +1,16 @@
-"""The engines that a configuration can name, how each is made, and on what. Free of torch.
+"""The engines that a configuration can name, how each is made, and where. Free of torch.
 
 To add one: a name and an entry here, and a function of its package that takes `EngineOptions` and
-gives an `Engine`. Nothing else in the project asks for an engine's name.
+gives an `Engine`. One that needs an environment of its own has a module that finds it. Nothing else
+in the project asks for an engine's name.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 from dora_rl.engines.base import Engine
 
@@ -17,6 +19,7 @@ class EngineName(StrEnum):
     """What `rollout.engine` may be."""
 
     EMBEDDED = "embedded"
+    VLLM = "vllm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +33,8 @@ class EngineOptions:
     kv_dtype: str
     prefill_chunk: int
     deterministic: bool
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Of the engine's own section of the configuration, such as `[rollout.vllm]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +43,21 @@ class _Entry:
 
     module: str  # with `create`
     gpu: bool  # else it is for CPUs
+    most_versions: int | None = None  # that it holds at once, if there is a limit
+    deterministic: bool = True  # it can be bit-exact whatever the batch
+    environment: str | None = None  # the module with `find_python`, `check` and `variables`
 
 
-_ENTRIES = {EngineName.EMBEDDED: _Entry("dora_rl.engines.embedded.create", gpu=False)}
+_ENTRIES = {
+    EngineName.EMBEDDED: _Entry("dora_rl.engines.embedded.create", gpu=False),
+    EngineName.VLLM: _Entry(
+        "dora_rl.engines.vllm.create",
+        gpu=True,
+        most_versions=1,
+        deterministic=False,
+        environment="dora_rl.engines.vllm.environment",
+    ),
+}
 
 
 def create_engine(name: EngineName, options: EngineOptions) -> Engine:
@@ -56,3 +73,39 @@ def device_refusal(name: EngineName, device: str) -> str | None:
         f"rollout.device is a GPU, and the {name} engine is for CPUs: `{device}`. Use `auto` or "
         "`cpu`; train.device is the trainer's."
     )
+
+
+def most_versions(name: EngineName, wanted: int) -> int:
+    """As many versions at once as are wanted, as far as this engine holds them."""
+    return min(wanted, _ENTRIES[name].most_versions or wanted)
+
+
+def can_be_deterministic(name: EngineName) -> bool:
+    return _ENTRIES[name].deterministic
+
+
+class Interpreter(NamedTuple):
+    """The Python of an engine's workers, and what it reads from its environment."""
+
+    python: Path
+    variables: dict[str, str]
+
+
+def own_interpreter(
+    name: EngineName, options: Mapping[str, Any], device: str
+) -> Interpreter | None:
+    """Of an engine that needs another environment than this one; refused if there is none."""
+    module = _ENTRIES[name].environment
+    if module is None:
+        return None
+    environment = import_module(module)
+    return Interpreter(
+        environment.find_python(options.get("python")), environment.variables(device)
+    )
+
+
+def check_interpreter(name: EngineName, options: Mapping[str, Any], device: str) -> None:
+    """Refuse an engine whose environment is not there, or does not have what it needs."""
+    found = own_interpreter(name, options, device)
+    if found is not None:
+        import_module(str(_ENTRIES[name].environment)).check(found.python)

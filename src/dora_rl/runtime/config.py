@@ -14,7 +14,13 @@ from dora_rl.algorithms.settings import AlgorithmSettings, check
 from dora_rl.config import ConfigModel
 from dora_rl.core.protocol.paradigms import PARADIGMS
 from dora_rl.core.protocol.settings import Settings
-from dora_rl.engines.registry import EngineName, device_refusal
+from dora_rl.engines.registry import (
+    EngineName,
+    can_be_deterministic,
+    device_refusal,
+    most_versions,
+)
+from dora_rl.engines.vllm.settings import VllmSettings
 from dora_rl.machine import processor
 from dora_rl.runtime.prepare.not_yet import not_yet
 from dora_rl.tasks.settings import TaskSettings
@@ -36,7 +42,8 @@ class RolloutSettings(ConfigModel):
     """`[rollout]`: an instance of the engine, and how it samples."""
 
     engine: EngineName = Field(
-        default=EngineName.EMBEDDED, description="what generates: the CPU engine of this package"
+        default=EngineName.EMBEDDED,
+        description="what generates: the CPU engine of this package, or vLLM",
     )
     device: DeviceName = Field(
         default=AUTO, description="of the engine: the embedded one runs on the CPU"
@@ -50,7 +57,8 @@ class RolloutSettings(ConfigModel):
     )
     spare_version_slot: bool = Field(
         default=True,
-        description="memory for one version more: a new one is there before an old one goes",
+        description="memory for one version more, where the engine can: a new one is there before "
+        "an old one goes",
     )
     kv_budget_tokens: int | None = Field(
         default=None, ge=1, description="KV memory; else what the slots can use"
@@ -68,6 +76,12 @@ class RolloutSettings(ConfigModel):
     top_p: float = Field(default=1.0, gt=0, le=1)
     min_p: float = Field(default=0.0, ge=0, le=1)
     stop: tuple[str, ...] = Field(default=(), description="strings that end a turn")
+    vllm: VllmSettings = VllmSettings()
+
+    @property
+    def engine_options(self) -> dict[str, Any]:
+        """What the engine's own section says."""
+        return self.vllm.model_dump() if self.engine is EngineName.VLLM else {}
 
 
 class LogicalTime(ConfigModel):
@@ -196,8 +210,7 @@ class RunConfig(ConfigModel):
                 "orchestration.version_slots is rollout.version_slots in a run: "
                 f"`{self.orchestration.version_slots}`. Set it there."
             )
-        if why := device_refusal(self.rollout.engine, self.rollout.device):
-            raise ValueError(why)
+        self._check_engine()
         longest_s = self.orchestration.heartbeat_timeout_s / 2  # an eighth of it may go unheard
         if self.runtime.report_period_s > longest_s:
             raise ValueError(
@@ -207,6 +220,26 @@ class RunConfig(ConfigModel):
             )
         self.warnings()
         return self
+
+    def _check_engine(self) -> None:
+        """Refuse what the engine that is named cannot do."""
+        rollout, name = self.rollout, self.rollout.engine
+        if why := device_refusal(name, rollout.device):
+            raise ValueError(why)
+        wanted = rollout.version_slots or 1
+        most = most_versions(name, wanted)
+        if wanted > most:
+            raise ValueError(
+                f"rollout.version_slots must be at most {most}, as the {name} engine holds no more "
+                f"full sets of weights: `{wanted}`. Use more instances for more versions at once."
+            )
+        if self.deterministic and not can_be_deterministic(name):
+            key = "rollout.deterministic" if rollout.deterministic else "runtime.kind"
+            value = "true" if rollout.deterministic else self.runtime.kind
+            raise ValueError(
+                f"{key} needs an engine whose results do not depend on the batch, and {name} is "
+                f'none: `{value}`. Use rollout.engine = "embedded", or runtime.kind = "local".'
+            )
 
     def warnings(self) -> list[str]:
         """What is allowed, and may not be meant."""
@@ -238,8 +271,15 @@ class RunConfig(ConfigModel):
         return replace(
             core,
             max_steps=self.run.steps,
-            version_slots=self.rollout.version_slots or min(live, _MOST_VERSIONS),
+            version_slots=self.rollout.version_slots
+            or most_versions(self.rollout.engine, min(live, _MOST_VERSIONS)),
         )
+
+    @property
+    def version_slots(self) -> int:
+        """Of one engine: for the versions that it serves at once and, where it can, a spare."""
+        wanted = self.settings().version_slots + self.rollout.spare_version_slot
+        return most_versions(self.rollout.engine, wanted)
 
     @property
     def colocated(self) -> bool:

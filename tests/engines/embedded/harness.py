@@ -10,38 +10,9 @@ from dora_rl.core.protocol.types import TrajectoryId
 from dora_rl.engines.base import Engine
 from dora_rl.engines.embedded import EmbeddedEngine, EngineSettings
 from dora_rl.engines.embedded import engine as embedded
-from dora_rl.models.config import ModelConfig, read_config
 from dora_rl.models.decoder import Decoder
-from dora_rl.models.tokenizer import Tokenizer, load_tokenizer
-from dora_rl.transports.weights.shared_directory import WeightStore
 from tests.engines.contract import Harness
-from tests.models.random_models import make_model, make_tokenizer, random_model
-
-SHAPE = {"vocab_size": 300, "max_position_embeddings": 96, "eos_token_id": 7}
-
-
-class Models:
-    """Four sets of weights of one model, in a weight store; written once."""
-
-    def __init__(self, root: Path, family: str, **overrides: Any) -> None:
-        self.directory = make_model(root / "model", family, seed=0, **{**SHAPE, **overrides})
-        make_tokenizer().save(str(self.directory / "tokenizer.json"))
-        self.config: ModelConfig = read_config(self.directory)
-        tokenizer = load_tokenizer(self.directory)
-        assert tokenizer is not None
-        self.tokenizer: Tokenizer = tokenizer
-        self.store = WeightStore(root / "store")
-        self._family, self._overrides = family, {**SHAPE, **overrides}
-
-    def path(self, n: int) -> Path:
-        if n not in self.store.versions():
-            model = random_model(self._family, seed=n, **self._overrides)
-            tied = self.config.tied
-            tensors = {
-                k: v for k, v in model.state_dict().items() if not tied or "lm_head" not in k
-            }
-            self.store.publish(n, tensors)
-        return self.store.path(n)
+from tests.engines.random_versions import Models
 
 
 class EmbeddedHarness(Harness):

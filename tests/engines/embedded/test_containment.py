@@ -14,7 +14,7 @@ from dora_rl.engines.embedded import EmbeddedEngine, EngineSettings, moving
 from dora_rl.engines.errors import ImportRefused, VersionRefused
 from dora_rl.transports.weights.shared_directory import WeightStore
 from dora_rl.weights.errors import WeightsError
-from tests.engines.embedded.harness import Models
+from tests.engines.random_versions import Models
 from tests.models.random_models import random_model
 
 GOOD, BROKEN = 0, 9

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.engines.contract import EngineContract, FailureContract, Harness, StopStringContract
-from tests.engines.embedded.harness import EmbeddedHarness, Models
+from tests.engines.embedded.harness import EmbeddedHarness
+from tests.engines.random_versions import Models
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,8 @@ from dora_rl.engines.errors import VersionRefused
 from dora_rl.models.decoder import _gated, _gated_exactly
 from dora_rl.models.linear import Layout, Tiled, make_linear
 from tests.engines.driving import OLD, ask
-from tests.engines.embedded.harness import EmbeddedHarness, Models
+from tests.engines.embedded.harness import EmbeddedHarness
+from tests.engines.random_versions import Models
 
 
 class Shape(NamedTuple):

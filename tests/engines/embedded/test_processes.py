@@ -9,7 +9,7 @@ import pytest
 
 from dora_rl.engines.base import Request, Sampled, Sampling
 from dora_rl.engines.embedded import EmbeddedEngine, EngineSettings
-from tests.engines.embedded.harness import Models
+from tests.engines.random_versions import Models
 
 RECEIVER = """
 import json, sys

@@ -6,7 +6,7 @@ from dora_rl.engines.base import Request, Sampled, Sampling
 from dora_rl.engines.embedded import EmbeddedEngine, EngineSettings
 from dora_rl.engines.embedded import engine as module
 from dora_rl.machine.fast_paths import Trial
-from tests.engines.embedded.harness import Models
+from tests.engines.random_versions import Models
 
 SAMPLING = Sampling(max_tokens=8, ignore_eos=True)
 

@@ -13,8 +13,9 @@ from dora_rl.engines.embedded import EmbeddedEngine
 from dora_rl.engines.embedded.forwarding import Chunk
 from dora_rl.engines.errors import ImportRefused, RequestRefused
 from tests.engines.driving import OLD, Drive, Harness, ask, assert_as_alone, start
-from tests.engines.embedded.harness import EmbeddedHarness, Models
+from tests.engines.embedded.harness import EmbeddedHarness
 from tests.engines.embedded.test_parity import FP32, Checked, reference
+from tests.engines.random_versions import Models
 from tests.engines.turns import assert_as_read, brief, talk
 from tests.models.random_models import random_model
 

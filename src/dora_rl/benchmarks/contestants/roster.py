@@ -8,17 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import dora_rl
 from dora_rl import extras
 from dora_rl.benchmarks.contestants.process import Start
 from dora_rl.benchmarks.limits import DTYPE_BYTES
 from dora_rl.benchmarks.models import Model
 from dora_rl.core.protocol.errors import UserError
+from dora_rl.engines.vllm.environment import find_python
 
 OURS = "ours"
 OTHERS = ("hf", "vllm")
 MACHINE = "machine"
-VLLM_PYTHON = "DORA_RL_VLLM_PYTHON"
 _HERE = Path(__file__).parent
 _OFFLINE = {
     "HF_HUB_OFFLINE": "1",
@@ -49,27 +48,7 @@ def check_others(names: Sequence[str]) -> None:
     if "hf" in names and importlib.util.find_spec("transformers") is None:
         extras.require("dora-rl bench engine --against hf", "smollm2")
     if "vllm" in names:
-        vllm_python()
-
-
-def vllm_python() -> Path:
-    """The interpreter of the environment that has vLLM."""
-    if named := os.environ.get(VLLM_PYTHON):
-        if not os.access(named, os.X_OK) or not Path(named).is_file():
-            raise UserError(
-                f"{VLLM_PYTHON} is not a program: `{named}`. Name the Python that has vLLM, or "
-                "unset it and run: make venv-vllm"
-            )
-        return Path(named)
-    # Beside the sources, or beside the environment that this runs in.
-    for root in (Path(dora_rl.__file__).parents[2], Path(sys.prefix).parent):
-        python = root / ".venv-vllm" / "bin" / "python"
-        if os.access(python, os.X_OK):
-            return python
-    raise UserError(
-        "vLLM has an environment of its own, .venv-vllm, and it is not there. Run: make venv-vllm "
-        f"(or set {VLLM_PYTHON} to a Python that has vLLM)."
-    )
+        find_python()
 
 
 def ours(model: Model, shape: Shape, work: Path, versions: int | None = None) -> Start:
@@ -115,7 +94,7 @@ def other(name: str, model: Model, shape: Shape) -> Start:
         settings["threads"] = shape.threads
         return _of_this_python(name, shape.threads, settings)
     settings |= {"slots": shape.batch, "context": shape.prompt_tokens + shape.new_tokens}
-    python = vllm_python()
+    python = find_python()
     env = {
         **_threads(shape.threads),
         **_OFFLINE,

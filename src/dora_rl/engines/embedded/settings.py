@@ -39,7 +39,7 @@ class EngineSettings:
             raise SettingsError(
                 f"rollout.layout must be one of {', '.join(Layout)}: `{self.layout}`."
             )
-        if self.kv_dtype not in kv_room.DTYPE_BYTES:
+        if self.kv_dtype not in ("float32", "bfloat16"):
             raise SettingsError(f"rollout.kv_dtype must be float32 or bfloat16: `{self.kv_dtype}`.")
         if self.deterministic and self.layout not in (None, Layout.TILED):
             raise SettingsError(
@@ -48,13 +48,13 @@ class EngineSettings:
 
     def num_blocks(self, config: ModelConfig) -> int:
         """Blocks of the KV memory."""
-        if self.kv_budget_tokens is not None:
-            return self.kv_budget_tokens // self.block_tokens
-        block_bytes = kv_room.token_bytes(config, self.kv_dtype) * self.block_tokens
-        fits = kv_room.memory_share() // block_bytes
-        # A trajectory has a block begun for its prompt and one for what it generates.
-        useful = self.slots * (kv_room.blocks_for(config.context, self.block_tokens) + 1)
-        return max(1, min(fits, useful))
+        return kv_room.num_blocks(
+            config,
+            slots=self.slots,
+            budget_tokens=self.kv_budget_tokens,
+            dtype=self.kv_dtype,
+            block_tokens=self.block_tokens,
+        )
 
     def layout_for(self, weights_bytes: int) -> Layout:
         """The form of the weights, for a version of this size."""

@@ -48,7 +48,8 @@ def footprint(config: RunConfig, model: ModelConfig) -> Footprint:
     """What a run of this configuration needs at least."""
     parameters = sum(math.prod(shape) for shape in model.tensors().values())
     rollout, instances = config.rollout, config.runtime.instances
-    num_versions = 1 + rollout.spare_version_slot  # without the spare, the old one goes first
+    # Without a spare slot, the old version goes first.
+    num_versions = min(1 + rollout.spare_version_slot, config.version_slots)
     if config.deterministic:  # a float32 copy in every engine
         versions = num_versions * 4 * parameters * instances
     else:  # mapped from files, which engines share

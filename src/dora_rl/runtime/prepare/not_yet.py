@@ -2,15 +2,15 @@
 
 import re
 
-_GPU = "A GPU is set by train.device, for training alone: rollout runs on CPU cores."
-_ENGINES = "Other engines are not supported yet: rollout runs on the embedded CPU engine."
+_GPU = "A GPU is set by train.device and, with rollout.engine=vllm, by rollout.device."
+_ENGINES = "Other engines are not supported yet: rollout.engine is `embedded` or `vllm`."
 _LORA = "LoRA is not supported yet: all weights are trained."
 _LOGGERS = "Loggers are not supported yet: metrics.jsonl of the run has every step."
 _CLUSTER = "Clusters are not supported yet: a run has one machine."
 
 NOT_YET = {
     **dict.fromkeys(("gpu", "gpus", "cuda", "rocm", "mps", "devices"), _GPU),
-    **dict.fromkeys(("vllm", "sglang", "tgi"), _ENGINES),
+    **dict.fromkeys(("sglang", "tgi"), _ENGINES),
     **dict.fromkeys(("lora", "qlora", "peft", "adapter"), _LORA),
     **dict.fromkeys(("wandb", "tensorboard", "mlflow", "logger", "loggers"), _LOGGERS),
     **dict.fromkeys(("ray", "slurm", "kubernetes", "nodes", "deepspeed"), _CLUSTER),

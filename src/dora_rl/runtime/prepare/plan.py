@@ -13,6 +13,7 @@ from typing import Any
 from dora_rl.config import apply_overrides, load_toml, validate
 from dora_rl.config.redaction import hidden_keys
 from dora_rl.core.protocol.errors import UserError
+from dora_rl.engines.registry import check_interpreter
 from dora_rl.extras import require
 from dora_rl.machine.trials import in_child
 from dora_rl.models.config import read_config as read_model
@@ -77,6 +78,7 @@ def prepare(
     _check_text("model.path", model)
     _check_text("run.out", out)
     check_device(config.train)
+    check_interpreter(config.rollout.engine, config.rollout.engine_options, config.rollout.device)
     config = _with_dtype(config)
     task = Task.open(
         config.task,

@@ -64,10 +64,11 @@ def make_engine(config: RunConfig, model: Path) -> Engine:
         EngineOptions(
             model=model,
             slots=rollout.slots,
-            version_slots=config.settings().version_slots + rollout.spare_version_slot,
+            version_slots=config.version_slots,
             kv_budget_tokens=rollout.kv_budget_tokens,
             kv_dtype=rollout.kv_dtype,
             prefill_chunk=rollout.prefill_chunk,
             deterministic=config.deterministic,
+            extra=rollout.engine_options,
         ),
     )

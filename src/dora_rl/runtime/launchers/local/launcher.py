@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias
 
 from dora_rl.core.protocol.errors import UserError
 from dora_rl.core.protocol.types import InstanceId
+from dora_rl.engines.registry import own_interpreter
 from dora_rl.runtime.control import messages as ms
 from dora_rl.runtime.control.decisions import EVALUATOR, TRAINER, Death, Role, Worker, rollout
 from dora_rl.runtime.control.evaluator import EVALUATOR_INSTANCE
@@ -84,6 +85,10 @@ class LocalRuntime(Runtime):
         )
         plan = files.plan
         self._site = Site(str(plan.model.resolve()), str(plan.out.resolve()), os.getpid())
+        rollout_settings = files.config.rollout
+        self._interpreter = own_interpreter(
+            rollout_settings.engine, rollout_settings.engine_options, rollout_settings.device
+        )
         self._selector = selectors.DefaultSelector()
         self._processes: dict[Worker, WorkerProcess] = {}
         self._evaluators = 0  # that were started: the incarnation of the next one
@@ -182,7 +187,8 @@ class LocalRuntime(Runtime):
 
     def _start(self, worker: Worker, setup: ms.Setup, log: str, incarnation: int) -> None:
         logs = self._files.plan.out / "logs"
-        process = WorkerProcess(str(worker), setup, self._site, logs / f"{log}.log")
+        interpreter = None if worker.role is Role.TRAINER else self._interpreter
+        process = WorkerProcess(str(worker), setup, self._site, logs / f"{log}.log", interpreter)
         self._processes[worker] = process
         self.supervisor.started(self.clock.now(), worker, incarnation)
         self._selector.register(process.channel.socket, selectors.EVENT_READ, process)

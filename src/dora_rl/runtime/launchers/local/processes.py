@@ -10,10 +10,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from dora_rl import logs
+from dora_rl.engines.registry import Interpreter
+from dora_rl.machine import run_module
 from dora_rl.runtime.control import messages as ms
 from dora_rl.runtime.launchers.local.channel import Channel, Gone
 from dora_rl.runtime.launchers.local.site import Site
 
+_WORKER = "dora_rl.runtime.launchers.local.worker"
 _LOG_END = 1 << 16  # bytes of a log that may tell why a process died
 _LONGEST_WORDS = 2000  # characters of the line that does
 _FAULTS = {signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT}
@@ -27,7 +30,15 @@ class WorkerProcess:
     The incarnations of a worker share the log, each after the one before.
     """
 
-    def __init__(self, name: str, setup: ms.Setup, site: Site, log: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        setup: ms.Setup,
+        site: Site,
+        log: Path,
+        interpreter: Interpreter | None = None,
+    ) -> None:
+        """By this Python or, where an engine has an environment of its own, by another one."""
         self.name = name
         self._log = log
         self._killed = False  # by us
@@ -35,18 +46,12 @@ class WorkerProcess:
         with theirs, open(log, "ab") as output:
             self._log_start = output.tell()  # after what earlier incarnations have written
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "dora_rl.runtime.launchers.local.worker",
-                    str(theirs.fileno()),
-                    site.encode(),
-                ],
+                [*_command(interpreter), str(theirs.fileno()), site.encode()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 pass_fds=(theirs.fileno(),),
-                env=_environment(setup.threads),
+                env=_environment(setup.threads) | (interpreter.variables if interpreter else {}),
                 start_new_session=True,  # an interrupt at the terminal is the driver's alone
             )
         ours.setblocking(False)
@@ -108,6 +113,13 @@ class WorkerProcess:
         self.kill()
         self._process.wait()
         self.channel.close()
+
+
+def _command(interpreter: Interpreter | None) -> list[str]:
+    """What runs the module of a worker."""
+    if interpreter is None:
+        return [sys.executable, "-m", _WORKER]
+    return [str(interpreter.python), run_module.__file__, _WORKER]
 
 
 def _environment(threads: int) -> dict[str, str]:

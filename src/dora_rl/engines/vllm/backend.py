@@ -1,0 +1,182 @@
+"""Every call into vLLM. Knows requests by their ids, and neither versions nor trajectories.
+
+vLLM's engine is stepped in this process, one token a request: nothing of it outlives the process,
+and nothing is under way between two steps.
+"""
+
+import dataclasses
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import vllm  # type: ignore[import-not-found]
+from torch import Tensor
+from vllm import EngineArgs, SamplingParams
+from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found]
+from vllm.v1.engine.llm_engine import LLMEngine  # type: ignore[import-not-found]
+
+from dora_rl.core.protocol.errors import UserError
+from dora_rl.engines.base import Sampling
+from dora_rl.engines.vllm import raw_logits
+from dora_rl.engines.vllm.environment import check_version
+from dora_rl.engines.vllm.raw_logits import RawLogits
+
+_PROBE = "probe"
+_FIXED = {
+    "load_format": "dummy",  # weights come by `reload`
+    "enable_prefix_caching": True,
+    "skip_tokenizer_init": True,
+    "logprobs_mode": "processed_logprobs",
+    "logits_processors": [RawLogits],
+    "scheduling_policy": "priority",
+    "async_scheduling": False,
+    "disable_log_stats": True,
+}
+
+
+class Emitted(NamedTuple):
+    """The token that a request got in a step."""
+
+    request: str
+    token: int
+    logprob: float
+    raw_logprob: float | None
+    ended: str | None  # vLLM's word for why it runs no further
+
+
+class Backend:
+    """One vLLM engine without weights of its own: they come by `reload`."""
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        """`arguments` are those of `EngineArgs`, but for what is set here for every engine."""
+        check_version(vllm.__version__, Path(sys.executable))
+        self._raw: set[str] = set()  # requests that want raw log-probabilities
+        _check_arguments(arguments)
+        try:
+            self._engine = LLMEngine.from_engine_args(EngineArgs(**_FIXED, **arguments))
+        except Exception as error:
+            raise UserError(
+                f"vLLM {vllm.__version__} does not start with the model in "
+                f"`{arguments['model']}`: {type(error).__name__}: {error}"
+            ) from error
+        self._raw_logits = RawLogits.newest
+        # vLLM sets a request's generator back after a part of its prompt, and fails on a CPU, whose
+        # generators cannot. There all requests share one: never the same in two engines.
+        self._seeded = torch.cuda.is_available()
+        if not self._seeded:
+            torch.seed()
+        self._scheduler = self._engine.engine_core.engine_core.scheduler
+        pool = self._scheduler.kv_cache_manager.block_pool
+        self.num_blocks: int = pool.num_gpu_blocks - 1  # one of them is never given out
+
+    # Weights
+
+    def reload(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace all weights; no request may be here. KV of the old ones is forgotten."""
+        self._engine.reset_prefix_cache()
+        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+
+    def prompt_logprobs(self, tokens: Sequence[int]) -> list[float]:
+        """The log-probability of each token but the first, given those before it.
+
+        No other request may be here.
+        """
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, temperature=0.0)
+        self._engine.add_request(_PROBE, {"prompt_token_ids": list(tokens)}, params)
+        found: list[Any] = []
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                found = output.prompt_logprobs or found
+        return [place[token].logprob for place, token in zip(found[1:], tokens[1:], strict=True)]
+
+    # Requests
+
+    def add(
+        self,
+        request: str,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        *,
+        max_tokens: int,
+        stop_token_ids: Sequence[int],
+        seed: int,
+        salt: str,
+        priority: int,
+    ) -> None:
+        """Queue a request; `salt` keeps its KV apart from that of every other salt.
+
+        On a GPU its noise is a function of `seed`.
+        """
+        params = SamplingParams(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            max_tokens=max_tokens,
+            stop_token_ids=list(stop_token_ids),
+            ignore_eos=True,  # the ends of text are among the stop tokens where they count
+            seed=seed if self._seeded else None,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args={raw_logits.KEY: request} if sampling.raw_logprobs else None,
+        )
+        if sampling.raw_logprobs:
+            self._raw.add(request)
+        prompt = {"prompt_token_ids": list(tokens), "cache_salt": salt}
+        self._engine.add_request(request, prompt, params, priority=priority)
+
+    def abort(self, request: str) -> None:
+        self._raw.discard(request)
+        self._engine.abort_request([request])
+
+    def step(self) -> list[Emitted]:
+        """One token for every request that runs and whose prompt is read."""
+        emitted = []
+        for output in self._engine.step():
+            (completion,) = output.outputs
+            if not completion.token_ids and not output.finished:
+                continue
+            request, ended = output.request_id, completion.finish_reason
+            for token, logprob in zip(completion.token_ids, _logprobs(completion), strict=True):
+                raw = self._raw_logits.take(request, token) if request in self._raw else None
+                emitted.append(Emitted(request, token, logprob, raw, ended))
+            if not completion.token_ids:
+                emitted.append(Emitted(request, -1, math.nan, None, ended or "abort"))
+            if output.finished:
+                self._raw.discard(request)
+        return emitted
+
+    @property
+    def running(self) -> int:
+        """Requests that have a slot."""
+        counts: tuple[int, int] = self._scheduler.get_request_counts()
+        return counts[0]
+
+    @property
+    def used_blocks(self) -> int:
+        share: float = self._scheduler.get_kv_cache_usage()
+        return round(share * self.num_blocks)
+
+    def close(self) -> None:
+        self._engine.engine_core.shutdown()
+
+
+def _logprobs(completion: Any) -> list[float]:
+    """Of the sampled tokens, from vLLM's flat form."""
+    flat = completion.logprobs
+    return [flat.logprobs[start] for start in flat.start_indices] if flat is not None else []
+
+
+def _check_arguments(arguments: Mapping[str, Any]) -> None:
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    for name in arguments:
+        if name not in known:
+            raise UserError(
+                f"vLLM {vllm.__version__} has no engine argument `{name}`. Those of its EngineArgs "
+                "can be in rollout.vllm.arguments."
+            )

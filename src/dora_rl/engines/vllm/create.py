@@ -1,0 +1,91 @@
+"""The vLLM engine as the registry makes it."""
+
+from typing import Any
+
+import torch
+
+from dora_rl.core.protocol.errors import SettingsError
+from dora_rl.engines import kv_room
+from dora_rl.engines.registry import EngineOptions
+from dora_rl.engines.vllm.backend import Backend
+from dora_rl.engines.vllm.engine import EngineLimits, VllmEngine
+from dora_rl.engines.vllm.settings import VllmSettings
+from dora_rl.models import cpu
+from dora_rl.models.config import ModelConfig, read_config
+from dora_rl.models.tokenizer import load_tokenizer
+
+# The largest gap of a log-probability that rounding makes, with room: see docs/engine.md.
+_TOLERANCES = {"float32": 0.02, "bfloat16": 1.0, "float16": 0.25}
+
+
+def create(options: EngineOptions) -> VllmEngine:
+    """Refuses what vLLM does not do; starts it without weights."""
+    if options.version_slots > 1:
+        raise SettingsError(
+            "vLLM holds one full set of weights: `rollout.version_slots` and a spare slot make "
+            f"`{options.version_slots}`. Set rollout.version_slots = 1."
+        )
+    if options.deterministic:
+        raise SettingsError(
+            "rollout.deterministic is for the embedded engine: vLLM's results depend on the batch."
+        )
+    settings = VllmSettings.model_validate(options.extra)
+    config = read_config(options.model)
+    context = min(settings.context or config.context, config.context)
+    dtype = settings.dtype or config.dtype
+    cpu.guard()
+    backend = Backend(_arguments(options, settings, config, context=context, dtype=dtype))
+    limits = EngineLimits(options.slots, context, settings.block_size, _TOLERANCES[dtype])
+    return VllmEngine(backend, config, limits, load_tokenizer(options.model))
+
+
+def _arguments(
+    options: EngineOptions,
+    settings: VllmSettings,
+    config: ModelConfig,
+    *,
+    context: int,
+    dtype: str,
+) -> dict[str, Any]:
+    """vLLM's `EngineArgs` from the sections of a configuration."""
+    return {
+        "model": str(options.model),
+        "dtype": dtype,
+        "max_num_seqs": options.slots,
+        "block_size": settings.block_size,
+        "enforce_eager": settings.enforce_eager,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        **_lengths(options, settings, config, context, dtype),
+        **settings.arguments,
+    }
+
+
+def _lengths(
+    options: EngineOptions, settings: VllmSettings, config: ModelConfig, context: int, dtype: str
+) -> dict[str, int]:
+    """The longest sequence, how much of it is read at once, and the room for KV.
+
+    Without a budget, a GPU's room is what its memory leaves, and a CPU's what the slots can use.
+    With a small one no request may get as long as the context; vLLM wants to be told.
+    """
+    room: dict[str, int] = {}
+    longest = context
+    if options.kv_budget_tokens is not None or not torch.cuda.is_available():
+        block = settings.block_size
+        blocks = kv_room.num_blocks(
+            config,
+            slots=options.slots,
+            budget_tokens=options.kv_budget_tokens,
+            dtype=dtype,
+            context=context,
+            block_tokens=block,
+        )
+        longest = min(context, blocks * block)
+        # vLLM keeps one block for itself.
+        room["kv_cache_memory_bytes"] = (blocks + 1) * block * kv_room.token_bytes(config, dtype)
+    return {
+        "max_model_len": longest,
+        "long_prefill_token_threshold": min(options.prefill_chunk, longest),
+        **room,
+    }

@@ -1,0 +1,412 @@
+"""vLLM by the contract of engines: which request is where, what it may, and how it ends.
+
+A trajectory is one request of vLLM for as long as it samples: from its submission, or from what an
+environment said, to the end of its turn. Between turns vLLM has nothing of it; what was read before
+is found in its prefix cache, if it is still there. Every request has an id of its own, so that what
+was cancelled can never be taken for what came after it.
+
+One full set of weights: to install a version is to replace the other. It serves only after what was
+streamed into the loader has the digest of the version, and what the weights say of a fixed text is
+what the trainer recorded when it published them.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+from torch import Tensor
+
+from dora_rl.core.protocol.types import TrajectoryId, Version
+from dora_rl.engines.base import (
+    Capabilities,
+    Failed,
+    FinishReason,
+    Load,
+    Output,
+    Request,
+    Sampled,
+    Sampling,
+    VersionLoad,
+    check_extension,
+    room,
+)
+from dora_rl.engines.errors import (
+    RequestRefused,
+    UnknownTrajectory,
+    Unsupported,
+    VersionRefused,
+)
+from dora_rl.engines.fit import check_shapes
+from dora_rl.engines.kv_room import blocks_for
+from dora_rl.engines.rates import Rates
+from dora_rl.engines.vllm.backend import Backend, Emitted
+from dora_rl.models.config import ModelConfig
+from dora_rl.models.tokenizer import StopStrings, Tokenizer
+from dora_rl.weights.loading import LoadedWeights, open_version
+
+_LEAST_TEMPERATURE = 0.01
+
+
+@dataclass(slots=True)
+class _Live:
+    """One trajectory that is here."""
+
+    request: Request
+    age: int
+    response: list[int]  # sampled and observed
+    turn_start: int
+    stops: StopStrings | None
+    id: str | None = None  # of vLLM's request, while it samples
+    held: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Installed:
+    version: Version
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What this engine was made for."""
+
+    slots: int
+    context: int
+    block_size: int
+    tolerance: float
+    """Of a log-probability of the fingerprint: what rounding explains, in these dtypes."""
+
+
+@dataclass(slots=True, eq=False)
+class VllmEngine:
+    """One rollout instance in this process; see `dora_rl.engines.base.Engine`."""
+
+    backend: Backend
+    config: ModelConfig
+    limits: EngineLimits
+    tokenizer: Tokenizer | None
+    _installed: _Installed | None = field(init=False, default=None)
+    _live: dict[TrajectoryId, _Live] = field(init=False, default_factory=dict)
+    _sampling: dict[str, _Live] = field(init=False, default_factory=dict)  # by vLLM's ids
+    _ages: Iterator[int] = field(init=False, default_factory=count)
+    _ids: Iterator[int] = field(init=False, default_factory=count)
+    _rates: Rates = field(init=False, default_factory=Rates)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(version_slots=1)
+
+    # Versions
+
+    def install(self, version: Version, directory: Path, evict: Version | None = None) -> str:
+        weights = open_version(directory)
+        here = self._installed
+        if here is not None and here.version == version:
+            if here.digest != weights.digest:
+                raise VersionRefused(
+                    f"version {version} is here with the digest `{here.digest}`: `{directory}` has "
+                    f"`{weights.digest}`. A version never changes; give the weights a new one."
+                )
+            return here.digest
+        if here is not None and here.version != evict:
+            raise VersionRefused(
+                f"vLLM holds one version at a time, and version {here.version} is here. Evict it "
+                f"to install version {version}."
+            )
+        shapes = {name: tuple(tensor.shape) for name, tensor in weights.tensors.items()}
+        check_shapes(self.config, directory, shapes)
+        if weights.manifest.fingerprint is None:
+            raise VersionRefused(
+                f"version {version} in `{directory}` has no fingerprint, so that nothing could "
+                "prove that vLLM serves it. Publish it with one, as the trainer does."
+            )
+        if here is not None:
+            self.evict(here.version)
+        try:
+            self._load(version, weights)
+        except (RuntimeError, ValueError, KeyError, AssertionError, MemoryError) as error:
+            raise VersionRefused(
+                f"version {version} could not be loaded from `{directory}`: "
+                f"{type(error).__name__}: {error}. No version is here now."
+            ) from error
+        self._installed = _Installed(version, weights.digest)
+        return weights.digest
+
+    def _load(self, version: Version, weights: LoadedWeights) -> None:
+        """Stream the weights that were checked into vLLM, and prove that they arrived."""
+        streamed: set[str] = set()
+
+        def stream() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights.tensors.items():
+                yield name, tensor
+                streamed.add(name)
+
+        self.backend.reload(stream())
+        if missing := sorted(weights.tensors.keys() - streamed):
+            raise VersionRefused(
+                f"vLLM did not take tensor `{missing[0]}` of version {version}, and "
+                f"{len(missing) - 1} others. No version is here now."
+            )
+        fingerprint = weights.manifest.fingerprint
+        assert fingerprint is not None
+        gap = fingerprint.distance(self.backend.prompt_logprobs(fingerprint.tokens))
+        if not gap <= self.limits.tolerance:
+            raise VersionRefused(
+                f"vLLM does not compute with the weights of version {version}: a log-probability "
+                f"of its fingerprint is off by `{gap:.3g}`, and {self.limits.tolerance} would be "
+                "rounding. No version is here now."
+            )
+
+    def evict(self, version: Version) -> None:
+        if here := [t for t, live in self._live.items() if live.request.version == version]:
+            raise VersionRefused(
+                f"version {version} has {len(here)} trajectories here, `{here[0]}` among them. "
+                "Let them end, or move or cancel them first."
+            )
+        if self._installed is not None and self._installed.version == version:
+            self._installed = None
+        self._rates.forget(version)
+
+    # Trajectories
+
+    def submit(self, request: Request) -> None:
+        self._digest(request.version)
+        if request.trajectory in self._live:
+            raise RequestRefused(
+                f"trajectory {request.trajectory} is here already. Cancel it first, or use "
+                "another id."
+            )
+        self._check(request)
+        stops = None
+        if request.sampling.stop and self.tokenizer is not None:
+            stops = StopStrings(request.sampling.stop, self.tokenizer)
+        live = _Live(request, next(self._ages), list(request.prefix), request.turn_start, stops)
+        live.held = request.held
+        if not live.held:
+            self._start(live)
+        self._live[request.trajectory] = live
+
+    def _start(self, live: _Live) -> None:
+        """Let vLLM sample on, after all that the trajectory has."""
+        request, response = live.request, live.response
+        sampling = request.sampling
+        ends = () if sampling.ignore_eos else self.config.eos_token_ids
+        name = f"{request.trajectory}-{next(self._ids)}"
+        self.backend.add(
+            name,
+            [*request.prompt, *response],
+            sampling,
+            max_tokens=room(sampling.max_tokens, self.context, len(request.prompt), len(response)),
+            stop_token_ids=[*sampling.stop_token_ids, *ends],
+            seed=_seed(request, len(response)),
+            salt=self._digest(request.version),
+            priority=live.age,  # the oldest first, also after a turn
+        )
+        live.id = name
+        self._sampling[name] = live
+
+    def extend(self, trajectory: TrajectoryId, tokens: tuple[int, ...]) -> None:
+        live = self._get(trajectory)
+        if not live.held:
+            raise RequestRefused(
+                f"trajectory `{trajectory}` is not held: it samples. Submit it with `hold`, and "
+                "extend it when its turn has ended."
+            )
+        check_extension(live.request, len(live.response), tokens, self.context)
+        self._check_vocabulary(trajectory, tokens)
+        live.response += tokens
+        live.turn_start = len(live.response)
+        live.held = False
+        self._start(live)
+
+    def cancel(self, trajectory: TrajectoryId) -> bool:
+        live = self._live.pop(trajectory, None)
+        if live is not None:
+            self._stop(live)
+        return live is not None
+
+    def _stop(self, live: _Live) -> None:
+        """vLLM has no more of it, whether it had ended there or not."""
+        if live.id is not None:
+            del self._sampling[live.id]
+            self.backend.abort(live.id)
+            live.id = None
+
+    # Work
+
+    def step(self) -> list[Output]:
+        if self.idle:
+            return []
+        return [self._advance(emitted) for emitted in self.backend.step()]
+
+    def _advance(self, emitted: Emitted) -> Output:
+        live = self._sampling[emitted.request]
+        request = live.request
+        trajectory, sampling = request.trajectory, request.sampling
+        if not math.isfinite(emitted.logprob):
+            self.cancel(trajectory)
+            return Failed(trajectory, "the model's logits are not finite")
+        live.response.append(emitted.token)
+        finish = self._finish(live)
+        if finish is None and emitted.ended is not None:
+            self.cancel(trajectory)
+            return Failed(trajectory, f"vLLM ended it: {emitted.ended}")
+        self._rates.add(request.version, 1)
+        if finish is not None:
+            self._stop(live)
+            live.held = request.hold
+            if not live.held:
+                del self._live[trajectory]
+        return Sampled(
+            trajectory=trajectory,
+            version=request.version,
+            digest=self._digest(request.version),
+            tokens=(emitted.token,),
+            # Greedy draws from one token alone, whatever vLLM reports of it.
+            logprobs=(0.0 if sampling.temperature == 0 else min(emitted.logprob, 0.0),),
+            raw_logprobs=None if emitted.raw_logprob is None else (min(emitted.raw_logprob, 0.0),),
+            finish=finish,
+        )
+
+    def _finish(self, live: _Live) -> FinishReason | None:
+        sampling, token = live.request.sampling, live.response[-1]
+        ends = () if sampling.ignore_eos else self.config.eos_token_ids
+        if token in sampling.stop_token_ids or token in ends:
+            return FinishReason.STOP_TOKEN
+        if live.stops is not None and live.stops.completed(live.response[live.turn_start :]):
+            return FinishReason.STOP_STRING
+        if len(live.response) >= sampling.max_tokens:
+            return FinishReason.MAX_TOKENS
+        if len(live.request.prompt) + len(live.response) >= self.context:
+            return FinishReason.CONTEXT
+        return None
+
+    @property
+    def context(self) -> int:
+        return self.limits.context
+
+    @property
+    def idle(self) -> bool:
+        return not self._sampling
+
+    def load(self) -> Load:
+        versions = {}
+        if self._installed is not None:
+            held = sum(live.held for live in self._live.values())
+            running = self.backend.running
+            versions[self._installed.version] = VersionLoad(
+                digest=self._installed.digest,
+                running=running,
+                waiting=len(self._sampling) - running,
+                parked=0,
+                tokens_per_s=self._rates.tokens_per_s(self._installed.version),
+                held=held,
+            )
+        block = self.limits.block_size
+        return Load(
+            slots=self.limits.slots,
+            version_slots=1,
+            kv_used_tokens=self.backend.used_blocks * block,
+            kv_budget_tokens=self.backend.num_blocks * block,
+            versions=versions,
+        )
+
+    def close(self) -> None:
+        for trajectory in list(self._live):
+            self.cancel(trajectory)
+        self._installed = None
+        self.backend.close()
+
+    # What vLLM cannot
+
+    def export_trajectory(self, trajectory: TrajectoryId) -> bytes:
+        raise _no_kv_export()
+
+    def import_trajectory(self, data: bytes) -> TrajectoryId:
+        raise _no_kv_export()
+
+    def resume(self, trajectory: TrajectoryId) -> None:
+        raise _no_kv_export()
+
+    # Inside
+
+    def _get(self, trajectory: TrajectoryId) -> _Live:
+        try:
+            return self._live[trajectory]
+        except KeyError:
+            raise UnknownTrajectory(
+                f"no trajectory `{trajectory}` is here. It may have finished or been cancelled."
+            ) from None
+
+    def _digest(self, version: Version) -> str:
+        here = self._installed
+        if here is None or here.version != version:
+            found = "none" if here is None else f"version {here.version}"
+            raise VersionRefused(
+                f"version {version} is not installed; here is {found}. Install it first."
+            )
+        return here.digest
+
+    def _check(self, request: Request) -> None:
+        """Refuse what this engine can never serve: vLLM would stop all requests for some of it."""
+        name = f"trajectory {request.trajectory}"
+        known = len(request.prompt) + len(request.prefix)
+        if known - request.held >= self.context:
+            raise RequestRefused(
+                f"the prompt of {name} has {known} tokens, prefix included: the context of this "
+                f"engine is {self.context}, and a token must fit in after it. Shorten it."
+            )
+        named = (*request.prompt, *request.prefix, *request.sampling.stop_token_ids)
+        self._check_vocabulary(request.trajectory, named)
+        if request.sampling.stop and self.tokenizer is None:
+            raise RequestRefused(
+                f"{name} asks for stop strings, and this model has no tokenizer.json. "
+                "Use stop_token_ids."
+            )
+        _check_sampling(name, request.sampling)
+        block, blocks = self.limits.block_size, self.backend.num_blocks
+        longest = min(len(request.prompt) + request.sampling.max_tokens, self.context)
+        needed = blocks_for(longest, block)
+        if needed > blocks:
+            raise RequestRefused(
+                f"{name} may need {needed * block} tokens of KV, and the budget is "
+                f"`{blocks * block}`. Raise rollout.kv_budget_tokens, or lower max_tokens."
+            )
+
+    def _check_vocabulary(self, trajectory: TrajectoryId, tokens: tuple[int, ...]) -> None:
+        for token in tokens:
+            if not 0 <= token < self.config.vocab_size:
+                raise RequestRefused(
+                    f"trajectory {trajectory} has the token `{token}`: the vocabulary has "
+                    f"{self.config.vocab_size}. Is it another model's tokenizer?"
+                )
+
+
+def _check_sampling(name: str, sampling: Sampling) -> None:
+    """Refuse what vLLM would do otherwise than asked, and not say so."""
+    if 0 < sampling.temperature < _LEAST_TEMPERATURE:
+        raise RequestRefused(
+            f"{name} has the temperature `{sampling.temperature}`, and vLLM takes less than "
+            f"{_LEAST_TEMPERATURE} for that. Use 0 for greedy."
+        )
+    if sampling.min_p > 0 and sampling.top_p < 1:
+        raise RequestRefused(
+            f"{name} has min_p `{sampling.min_p}` and top_p `{sampling.top_p}`, and vLLM takes the "
+            "share of top_p from what min_p leaves, not the other way round. Use one of them."
+        )
+
+
+def _seed(request: Request, position: int) -> int:
+    """vLLM's noise begins anew with each request: one seed for each place that it begins at."""
+    key = f"{request.seed}/{request.trajectory}/{position}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
+
+
+def _no_kv_export() -> Unsupported:
+    return Unsupported(
+        "this engine cannot hand KV over: `capabilities.kv_export` is false. Submit the "
+        "trajectory with what it has generated as its prefix."
+    )

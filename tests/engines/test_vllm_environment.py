@@ -1,0 +1,124 @@
+"""What is refused of vLLM before anything starts; here without vLLM."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dora_rl import cli
+from dora_rl.config import validate
+from dora_rl.core.protocol.errors import UserError
+from dora_rl.engines.registry import EngineName, own_interpreter
+from dora_rl.engines.vllm import environment
+from dora_rl.engines.vllm.settings import VllmSettings
+from dora_rl.machine import run_module
+
+
+def stand_in(path: Path, script: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_a_python_without_vllm_is_refused() -> None:
+    with pytest.raises(UserError, match=r"has no vLLM\. Install 0\.32 there, or run: make venv"):
+        environment.check(Path(sys.executable))
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("echo 0.11.2", r"has vLLM `0\.11\.2`, and this dora-rl needs 0\.32"),
+        ("echo 0.320.1", r"has vLLM `0\.320\.1`"),
+        ("echo no such library >&2; exit 3", "cannot be asked for its vLLM: no such library"),
+        ("kill -9 $$", "cannot be asked for its vLLM: exit code -9"),
+    ],
+)
+def test_an_environment_that_does_not_serve_is_refused(
+    script: str, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=message):
+        environment.check(stand_in(tmp_path / "python", script))
+
+
+@pytest.mark.parametrize("version", ["0.32", "0.32.0", "0.32.1"])
+def test_a_supported_version_is_taken(version: str, tmp_path: Path) -> None:
+    environment.check(stand_in(tmp_path / "python", f"echo {version}"))
+
+
+def test_what_the_engine_sets_is_refused_among_the_arguments() -> None:
+    for name, said in (("max_num_seqs", "Set rollout.slots"), ("load_format", "Leave it out")):
+        with pytest.raises(UserError, match=f"`{name}`.*{said}"):
+            validate(VllmSettings, {"arguments": {name: 1}}, "the configuration")
+
+
+def test_the_embedded_engine_has_this_python() -> None:
+    assert own_interpreter(EngineName.EMBEDDED, {}, "auto") is None
+
+
+def test_a_gpu_is_named_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = stand_in(tmp_path / "python", "")
+    monkeypatch.setenv(environment.PYTHON, str(tmp_path / "not this one"))
+    found = own_interpreter(EngineName.VLLM, {"python": str(python)}, "cuda:3")
+    assert found is not None
+    assert found.python == python
+    assert found.variables["CUDA_VISIBLE_DEVICES"] == "3"
+    assert found.variables["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+
+
+BAD = {
+    "two versions in one engine": (["rollout.version_slots=2"], "at most 1"),
+    "one process": (["runtime.kind=inline"], "runtime.kind needs an engine"),
+    "bit-exact": (["rollout.deterministic=true"], "rollout.deterministic needs an engine"),
+    "an unknown key": (["rollout.vllm.contxt=5"], "Did you mean `rollout.vllm.context`?"),
+    "several GPUs": (["rollout.vllm.tensor_parallel_size=2"], "tensor_parallel_size"),
+    "no environment": ([], "make venv-vllm"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_told_before_anything_is_written(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    overrides, message = BAD[name]
+    monkeypatch.setenv(environment.PYTHON, str(tmp_path / "absent"))
+    args = [arg for one in ["rollout.engine=vllm", *overrides] for arg in ("--set", one)]
+    out = tmp_path / "run"
+    assert cli.main(["train", "--out", str(out), *args]) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+    assert not out.exists()
+
+
+def test_another_python_gets_this_package_alone(tmp_path: Path) -> None:
+    """By a Python that ignores its environment and has neither this package nor its libraries."""
+    script = (
+        "import sys, importlib.util as util, dora_rl.core.protocol.types as types; "
+        "print(types.__file__, util.find_spec('dora_rl').name, util.find_spec('msgspec'))"
+    )
+    bare = tmp_path / "bare"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", bare], check=True)
+    called = subprocess.run(
+        [bare / "bin" / "python", "-I", "-c", _CALL, run_module.__file__, script],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert called.returncode == 0, called.stderr
+    file, name, library = called.stdout.split(maxsplit=2)
+    assert Path(file).is_relative_to(Path(run_module.__file__).parents[1])
+    assert (name, library.strip()) == ("dora_rl", "None")
+
+
+# `run_module` runs a module of the package; here what it prepares is looked at instead.
+_CALL = """
+import runpy, sys
+_, path, script = sys.argv
+sys.argv, sys.path = [path, "dora_rl.nothing"], ["", *sys.path]
+runpy.run_module = lambda *given, **more: exec(script, {})
+exec(compile(open(path).read(), path, "exec"), {"__name__": "__main__", "__file__": path})
+"""

@@ -1,0 +1,171 @@
+"""vLLM serves the version that it says, and says of each token how probable it was."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dora_rl.engines.base import Request, Sampling
+from dora_rl.engines.errors import VersionRefused
+from dora_rl.engines.vllm.engine import VllmEngine
+from tests.engines.driving import MID, OLD, Drive, Record, ask, start
+from tests.engines.random_versions import logprobs_of
+from tests.engines.vllm.harness import VllmHarness
+from tests.engines.vllm.shape import BLOCK
+
+pytestmark = pytest.mark.vllm
+PAIRS = [
+    ("model.layers.0.self_attn.k_proj.weight", "model.layers.1.self_attn.k_proj.weight"),
+    ("model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+    ("model.layers.0.input_layernorm.weight", "model.norm.weight"),
+]
+
+
+@pytest.fixture
+def harness(vllm_harness: VllmHarness) -> Iterator[VllmHarness]:
+    with vllm_harness:
+        yield vllm_harness
+
+
+def engine_of(drive: Drive) -> VllmEngine:
+    assert isinstance(drive.engine, VllmEngine)
+    return drive.engine
+
+
+def log_distribution(logits_V: Tensor, sampling: Sampling) -> Tensor:
+    """What is drawn from, after temperature and filters, as `Sampling` says."""
+    scaled = logits_V / sampling.temperature
+    if sampling.top_k:
+        least = scaled.topk(sampling.top_k).values[-1]
+        scaled = scaled.masked_fill(scaled < least, -torch.inf)
+    return scaled.log_softmax(-1)
+
+
+def assert_logprobs(harness: VllmHarness, request: Request, record: Record, n: int) -> None:
+    """Those of transformers for the n-th set of weights, processed and raw."""
+    tokens = (*request.prompt, *record.tokens)
+    with torch.no_grad():
+        logits = harness.models.model(n)(input_ids=torch.tensor([tokens])).logits[0]
+    for i, token in enumerate(record.tokens):
+        at = logits[len(request.prompt) + i - 1]
+        expected = float(log_distribution(at, request.sampling)[token])
+        assert record.logprobs[i] == pytest.approx(expected, abs=1e-4)
+        if request.sampling.raw_logprobs:
+            assert record.raw[i] == pytest.approx(float(at.log_softmax(-1)[token]), abs=1e-4)
+
+
+WISHES: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.6, "raw_logprobs": True},
+    {"temperature": 1.7, "top_k": 5, "raw_logprobs": True},
+    {"top_k": 20},
+]
+
+
+def test_logprobs_are_those_of_what_was_drawn_from(harness: VllmHarness) -> None:
+    drive = start(harness)
+    for n, version in enumerate((OLD, MID)):
+        if n:
+            drive.install(version, harness.weights(n), evict=OLD)
+        requests = [
+            ask(harness, 10 * n + i, version, length=BLOCK + 3, **wish)
+            for i, wish in enumerate(WISHES)
+        ]
+        drive.submit(*requests)
+        drive.run()
+        for request in requests:
+            assert_logprobs(harness, request, drive.records[request.trajectory], n)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_two_tensors_that_are_swapped_on_their_way_are_caught(
+    harness: VllmHarness, pair: tuple[str, str]
+) -> None:
+    """After their digest was checked: as if vLLM put them in the wrong place."""
+    drive = start(harness)
+    engine = engine_of(drive)
+    reload = engine.backend.reload
+
+    def swapped(weights: Iterable[tuple[str, Tensor]]) -> None:
+        other = {pair[0]: pair[1], pair[1]: pair[0]}
+        reload((other.get(name, name), tensor) for name, tensor in weights)
+
+    engine.backend.reload = swapped  # type: ignore[method-assign]
+    with pytest.raises(VersionRefused, match=rf"weights of version {MID}: .* off by"):
+        engine.install(MID, harness.weights(1), evict=OLD)
+    engine.backend.reload = reload  # type: ignore[method-assign]
+    assert engine.load().versions == {}
+    for version in (OLD, MID):
+        with pytest.raises(VersionRefused, match=rf"version {version} is not installed"):
+            engine.submit(ask(harness, 1, version))
+    assert engine.install(MID, harness.weights(1)) == engine.load().versions[MID].digest
+
+
+def test_a_tensor_that_vllm_leaves_out_is_caught(harness: VllmHarness) -> None:
+    drive = start(harness)
+    engine = engine_of(drive)
+    reload = engine.backend.reload
+
+    def cut(weights: Iterable[tuple[str, Tensor]]) -> None:
+        reload(iter(list(weights)[:-1]))
+
+    engine.backend.reload = cut  # type: ignore[method-assign]
+    with pytest.raises(VersionRefused, match=rf"version {MID}"):
+        engine.install(MID, harness.weights(1), evict=OLD)
+    engine.backend.reload = reload  # type: ignore[method-assign]
+    assert engine.load().versions == {}
+
+
+def test_weights_without_a_fingerprint_are_refused(harness: VllmHarness) -> None:
+    store, models = harness.models.store, harness.models
+    if 90 not in store.versions():
+        store.publish(90, models.tensors(0))
+    drive = start(harness)
+    with pytest.raises(VersionRefused, match=r"version 90 .* has no fingerprint"):
+        drive.engine.install(90, store.path(90), evict=OLD)
+    drive.check()
+
+
+@pytest.mark.parametrize("salted", [True, False])
+def test_kv_of_another_version_is_never_served(
+    harness: VllmHarness, salted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the salt of a version alone: the cache is kept over the install. Without it, it fails."""
+    drive = start(harness)
+    engine = engine_of(drive)
+    request = ask(harness, 1, length=3 * BLOCK + 1, temperature=0.0, raw_logprobs=True)
+    drive.submit(request)
+    drive.run()
+    monkeypatch.setattr(engine.backend._engine, "reset_prefix_cache", lambda: True)
+    if not salted:
+        add = engine.backend.add
+        monkeypatch.setattr(
+            engine.backend, "add", lambda *given, **more: add(*given, **{**more, "salt": "one"})
+        )
+        drive.submit(replace(request, trajectory=2))
+        drive.run()
+    drive.install(MID, harness.weights(1), evict=OLD)
+    drive.submit(replace(request, trajectory=3, version=MID))
+    record = drive.run()[3]
+    first = (*request.prompt, record.tokens[0])
+    expected = logprobs_of(harness.models.model(1), first)[-1]
+    served = record.raw[0] == pytest.approx(expected, abs=1e-3)
+    assert served == salted
+
+
+def test_a_group_reads_its_prompt_once(harness: VllmHarness) -> None:
+    """The second of a group finds the prompt's whole blocks in the prefix cache."""
+    drive = start(harness, prefill_chunk=BLOCK)
+    drive.submit(ask(harness, 99, max_tokens=40))  # alone, a prompt is read at once
+    drive.until(99, 1)
+    request = ask(harness, 1, length=4 * BLOCK + 1, max_tokens=1)
+    steps = []
+    for trajectory in (1, 2):
+        drive.submit(replace(request, trajectory=trajectory))
+        before = len(drive.records[99].tokens)
+        drive.until(trajectory, 1)
+        steps.append(len(drive.records[99].tokens) - before)
+    assert steps == [5, 1]
