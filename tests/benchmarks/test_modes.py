@@ -15,6 +15,7 @@ from dora_rl.cli.bench import modes as cli_modes
 from dora_rl.config import merged
 from dora_rl.core.protocol.errors import UserError
 from dora_rl.core.protocol.settings import ParadigmName
+from dora_rl.engines.registry import EngineName
 from dora_rl.runtime.execution import Run
 from dora_rl.runtime.prepare.plan import read_config
 from tests.benchmarks import stubs
@@ -53,9 +54,18 @@ def test_colocated_paradigms_get_every_core_and_the_others_share_them() -> None:
     assert plan.splits(ParadigmName.ONE_STEP) == plan.splits(OURS)
 
 
+def test_an_engine_of_one_version_has_an_instance_for_each_of_several() -> None:
+    plan = Plan(cores=2, slots=(64,), engine=EngineName.VLLM)
+    assert plan.splits(OURS) == [Split(2, 1, 1, 64), Split(4, 1, 1, 64)]
+    assert plan.splits(SYNC) == Plan(cores=2, slots=(64,)).splits(SYNC)
+
+
+@pytest.mark.parametrize("engine", list(EngineName))
 @pytest.mark.parametrize("paradigm", list(ParadigmName))
-def test_every_split_is_a_valid_configuration_with_the_same_slots(paradigm: ParadigmName) -> None:
-    plan = Plan(cores=2)
+def test_every_split_is_a_valid_configuration_with_the_same_slots(
+    paradigm: ParadigmName, engine: EngineName
+) -> None:
+    plan = Plan(cores=2, engine=engine)
     for split in plan.splits(paradigm):
         config = read_config(plan.config(paradigm, split, 3))
         assert config.rollout.slots * config.runtime.instances == split.slots

@@ -10,6 +10,7 @@ from dora_rl import extras
 from dora_rl.doctor import examination
 from dora_rl.doctor.examination import examine
 from dora_rl.doctor.report import Finding, Report, Status
+from dora_rl.engines.vllm import environment
 from dora_rl.machine.fast_paths import FAST_PATHS, Trial
 from dora_rl.runtime.control import memory
 
@@ -60,6 +61,26 @@ def test_what_is_not_installed_is_named_with_the_command(
     assert finding.status is status and finding.fix == f"pip install 'dora-rl[{finding.name}]'"
     assert report.ok == (status is not Status.FAILS)
     assert ("training" in {one.name for one in report.findings}) == report.ok
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    ("script", "status"),
+    [(None, Status.MISSING), ("echo 0.11", Status.MISSING), ("echo 0.32.0", Status.OK)],
+)
+def test_vllm_is_looked_for_in_its_own_environment(
+    script: str | None, status: Status, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    if script is not None:
+        python.write_text(f"#!/bin/sh\n{script}\n")
+        python.chmod(0o755)
+    monkeypatch.setenv(environment.PYTHON, str(python))
+    report = examine(tmp_path, quiet, run=False)
+    finding = found(report, "vllm")
+    assert finding.status is status and str(python) in finding.text
+    assert status is Status.OK or finding.fix == "make venv-vllm"
+    assert report.ok
 
 
 @pytest.mark.usefixtures("quick")

@@ -1,5 +1,6 @@
 """What is refused of vLLM before anything starts; here without vLLM."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +10,11 @@ import pytest
 from dora_rl import cli
 from dora_rl.config import validate
 from dora_rl.core.protocol.errors import UserError
-from dora_rl.engines.registry import EngineName, own_interpreter
+from dora_rl.engines.registry import EngineName, Interpreter, own_interpreter
 from dora_rl.engines.vllm import environment
 from dora_rl.engines.vllm.settings import VllmSettings
 from dora_rl.machine import run_module
+from dora_rl.runtime.launchers.local import processes
 
 
 def stand_in(path: Path, script: str) -> Path:
@@ -65,12 +67,32 @@ def test_a_gpu_is_named_by_the_environment(tmp_path: Path, monkeypatch: pytest.M
     assert found.python == python
     assert found.variables["CUDA_VISIBLE_DEVICES"] == "3"
     assert found.variables["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert found.variables["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+
+
+def test_gpus_count_among_those_that_can_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-x")
+    assert environment.variables("cuda:1")["CUDA_VISIBLE_DEVICES"] == "GPU-x"
+    assert environment.variables("cpu")["CUDA_VISIBLE_DEVICES"] == ""
+    assert "CUDA_VISIBLE_DEVICES" not in environment.variables("auto")
+    with pytest.raises(UserError, match="`cuda:2`, and CUDA_VISIBLE_DEVICES leaves 2: `4,GPU-x`"):
+        environment.variables("cuda:2")
 
 
 BAD = {
     "two versions in one engine": (["rollout.version_slots=2"], "at most 1"),
-    "one process": (["runtime.kind=inline"], "runtime.kind needs an engine"),
-    "bit-exact": (["rollout.deterministic=true"], "rollout.deterministic needs an engine"),
+    "one process": (["runtime.kind=inline"], "runtime.kind must be `local`"),
+    "one process, inexact": (
+        ["runtime.kind=inline", "rollout.deterministic=false"],
+        "runtime.kind must be `local`",
+    ),
+    "bit-exact": (["rollout.deterministic=true"], "rollout.deterministic must be false"),
+    "too cold": (["rollout.temperature=0.005"], "`0.005`"),
+    "two filters": (["rollout.top_p=0.5", "rollout.min_p=0.1"], "cannot go together"),
+    "no room for a fingerprint": (["rollout.kv_budget_tokens=32"], "at least 64"),
+    "a short context": (["rollout.vllm.context=16"], "rollout.vllm.context"),
+    "two engines on one GPU": (["rollout.device=cuda:0", "runtime.instances=2"], "add up to 1"),
+    "several tokens at once": (["rollout.vllm.arguments.stream_interval=4"], "stream_interval"),
     "an unknown key": (["rollout.vllm.contxt=5"], "Did you mean `rollout.vllm.context`?"),
     "several GPUs": (["rollout.vllm.tensor_parallel_size=2"], "tensor_parallel_size"),
     "no environment": ([], "make venv-vllm"),
@@ -94,31 +116,34 @@ def test_bad_input_is_told_before_anything_is_written(
     assert not out.exists()
 
 
-def test_another_python_gets_this_package_alone(tmp_path: Path) -> None:
-    """By a Python that ignores its environment and has neither this package nor its libraries."""
-    script = (
-        "import sys, importlib.util as util, dora_rl.core.protocol.types as types; "
-        "print(types.__file__, util.find_spec('dora_rl').name, util.find_spec('msgspec'))"
-    )
+def test_another_python_gets_this_package_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a worker is started, with a PYTHONPATH that leads to our libraries."""
     bare = tmp_path / "bare"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", bare], check=True)
+    *start, file, _ = processes._command(Interpreter(bare / "bin" / "python", {}))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     called = subprocess.run(
-        [bare / "bin" / "python", "-I", "-c", _CALL, run_module.__file__, script],
-        capture_output=True,
-        text=True,
-        check=False,
+        [*start, "-c", _CALL, file], capture_output=True, text=True, check=False
     )
     assert called.returncode == 0, called.stderr
-    file, name, library = called.stdout.split(maxsplit=2)
-    assert Path(file).is_relative_to(Path(run_module.__file__).parents[1])
-    assert (name, library.strip()) == ("dora_rl", "None")
+    package, library = called.stdout.split(maxsplit=1)
+    assert Path(package).is_relative_to(Path(run_module.__file__).parents[1])
+    assert library.strip() == "None"
 
 
 # `run_module` runs a module of the package; here what it prepares is looked at instead.
 _CALL = """
 import runpy, sys
-_, path, script = sys.argv
-sys.argv, sys.path = [path, "dora_rl.nothing"], ["", *sys.path]
-runpy.run_module = lambda *given, **more: exec(script, {})
+path = sys.argv[1]
+sys.argv = [path, "dora_rl.nothing"]
+
+def look(*given, **more):
+    import importlib.util
+    import dora_rl.core.protocol.types as types
+    print(types.__file__, importlib.util.find_spec("msgspec"))
+
+runpy.run_module = look
 exec(compile(open(path).read(), path, "exec"), {"__name__": "__main__", "__file__": path})
 """

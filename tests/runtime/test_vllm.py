@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from dora_rl.core.protocol.commands import Command, Install, Start
@@ -52,12 +53,22 @@ class Killer(Listener):
 
     def __init__(self, after: int) -> None:
         self.left = after
+        self.killed: int | None = None  # a worker leads a session: what it starts is in that
+        self.children: list[psutil.Process] = []
 
     def observed(self, now: float, event: Event, commands: Sequence[Command]) -> None:
         self.left -= isinstance(event, TrajectoryFinished)
-        if self.left == 0:
-            os.kill(workers_of_driver(os.getpid())["rollout-0"], signal.SIGKILL)
-            self.left = -1
+        if self.left <= 0 and self.killed is None:
+            self.killed = workers_of_driver(os.getpid())["rollout-0"]
+            self.children = psutil.Process(self.killed).children(recursive=True)
+            os.kill(self.killed, signal.SIGKILL)
+
+
+def session_of(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
 
 
 def events(directory: Path, kind: type[Event]) -> list[Any]:
@@ -79,8 +90,12 @@ def test_a_run_with_vllm(model: Path, tmp_path: Path) -> None:
 
 def test_a_killed_engine_is_replaced_and_leaves_nobody_behind(model: Path, tmp_path: Path) -> None:
     sections = {**VLLM, "runtime": {**VLLM["runtime"], "instances": 1}, "run": {"steps": 3}}
-    ended = run(model, tmp_path / "run", Killer(after=3), **sections)
+    killer = Killer(after=3)
+    ended = run(model, tmp_path / "run", killer, **sections)
     assert_sound(ended)
+    assert killer.killed is not None
+    assert killer.children == []  # vLLM is in the worker's own process
+    assert killer.killed not in map(session_of, psutil.pids())
     (lost,) = events(ended.directory, InstanceFailed)
     assert "SIGKILL" in lost.reason
     commands = [c for r in records(ended.directory) for c in r.commands]

@@ -110,6 +110,7 @@ FORGERIES: list[tuple[Callable[[Any], Any], str]] = [
     (lambda m: m["fingerprint"].update(logprobs=[-1.0, 0.5]), "none: `0.5`"),
     (lambda m: m["fingerprint"].update(logprobs=[-1.0, -1e999]), "strict JSON|none: "),
     (lambda m: m["fingerprint"].update(tokens=7), "tokens of fingerprint .* a list: `7`"),
+    (lambda m: m["fingerprint"].update(dtype="F32"), "dtype of fingerprint .*: `F32`"),
     (lambda m: m["fingerprint"].pop("tokens"), "fingerprint .* lacks the key `tokens`"),
     (lambda m: m.update(version=-1), "version .* whole number >= 0: `-1`"),
     (lambda m: m.update(version="7"), "version .* whole number >= 0: `7`"),

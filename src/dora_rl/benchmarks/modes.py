@@ -2,7 +2,8 @@
 
 Each paradigm gets its own best split of threads and instances, found by a short search. Then
 they take turns, several rounds, each a run of its own whose first steps do not count; the median
-round of each is shown. Lengths are long-tailed by the task itself.
+round of each is shown. Lengths are long-tailed by the task itself. An engine that holds one
+version at a time gets several instances for several versions.
 """
 
 import statistics
@@ -17,6 +18,7 @@ from dora_rl.config import merged
 from dora_rl.core.protocol.errors import UserError
 from dora_rl.core.protocol.paradigms import PARADIGMS
 from dora_rl.core.protocol.settings import ParadigmName
+from dora_rl.engines.registry import EngineName, most_versions
 from dora_rl.machine.processor import cores
 from dora_rl.runtime.execution import Run
 
@@ -53,6 +55,7 @@ class Plan:
     tail: float = 1.2
     seed: int = 0
     cores: int = field(default_factory=cores)
+    engine: EngineName = EngineName.EMBEDDED
 
     def __post_init__(self) -> None:
         if not self.paradigms:
@@ -73,10 +76,13 @@ class Plan:
     def splits(self, paradigm: ParadigmName) -> list[Split]:
         """What the search tries first: the cores, with a middling number of slots."""
         cores, slots = self.cores, self.slots[len(self.slots) // 2]
+        half = max(1, cores // 2)
         if PARADIGMS[paradigm].colocated:
             found = [(1, cores, cores), (cores, 1, cores), (cores, 1, 1)]
+        elif paradigm is OURS and most_versions(self.engine, 2) == 1:
+            # Several versions need several instances, though they share their cores.
+            found = [(max(2, half), 1, half), (max(4, half), 1, half)]
         else:
-            half = max(1, cores // 2)
             found = [(1, half, half), (half, 1, half), (cores - half or 1, 1, half)]
         return [Split(*each, slots) for each in dict.fromkeys(found)]
 
@@ -94,6 +100,7 @@ class Plan:
                 },
                 "train": {"learning_rate": 1e-4},
                 "rollout": {
+                    "engine": str(self.engine),
                     "slots": split.slots // split.instances,
                     "max_tokens": longest,
                 },
@@ -192,6 +199,7 @@ class Result:
         return {
             "steps": plan.steps - plan.warmup_steps,
             "rounds": plan.rounds,
+            "engine": str(plan.engine),
             "cores": plan.cores,
             "groups_per_step": plan.groups_per_step,
             "group_size": plan.group_size,
@@ -226,7 +234,7 @@ class Result:
         if lengths is None:
             return ["No round was measured."]
         lines = [
-            f"{plan.groups_per_step} groups of {plan.group_size} a step, "
+            f"{plan.engine}, {plan.groups_per_step} groups of {plan.group_size} a step, "
             f"{plan.cores} cores; lengths {lengths['mean']:.0f} mean, {lengths['max']:.0f} max; "
             f"{plan.steps - plan.warmup_steps} steps after warm-up, median of {plan.rounds} rounds",
             f"{'':<14} {'tokens/s':>9} {'step s':>7} {'rollout-only s':>14} {'train s':>8} "

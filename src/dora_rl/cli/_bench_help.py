@@ -107,6 +107,7 @@ Examples:
   dora-rl bench modes
   dora-rl bench modes --paradigms sync,multi_version --rounds 1 --steps 8 --json
   dora-rl bench modes --quick
+  dora-rl bench modes --engine vllm --paradigms sync,multi_version --search-steps 0
 """
 
 CONVERGENCE = """\b

@@ -11,6 +11,7 @@ from dora_rl.cli import _bench_help as about
 from dora_rl.cli import _benching as benching
 from dora_rl.cli._logged import LoggedGroup
 from dora_rl.cli._output import check_output
+from dora_rl.engines.registry import EngineName
 
 
 @click.group(cls=LoggedGroup, epilog=about.EXAMPLES)
@@ -184,6 +185,14 @@ def trl(**options: Any) -> benching.Measurement:
     "--group-size", type=int, default=4, show_default=True, help="Responses to each prompt."
 )
 @click.option("--seed", type=int, default=0, show_default=True)
+@click.option(
+    "--engine",
+    type=click.Choice([str(name) for name in EngineName]),
+    callback=lambda ctx, param, value: EngineName(value),
+    default=str(EngineName.EMBEDDED),
+    show_default=True,
+    help="What generates.",
+)
 @benching.measured
 def modes(groups: int, **options: Any) -> benching.Measurement:
     """The five paradigms as real training: throughput, rollout-only time, bubbles, staleness."""

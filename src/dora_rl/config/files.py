@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import tomli_w
 from pydantic import TypeAdapter
 
 from dora_rl.config.redaction import REDACTED, looks_secret, names_secret, names_token, redacted
@@ -138,4 +137,6 @@ def dump_toml(model: Any, *, hide_secrets: bool = False) -> str:
     With `hide_secrets` it is for reading: `[redacted]` stands where a secret was.
     """
     plain = TypeAdapter(type(model)).dump_python(model, mode="json", exclude_none=True)
+    import tomli_w  # here: workers read settings, and their Python may not have it
+
     return tomli_w.dumps(redacted(plain) if hide_secrets else plain)

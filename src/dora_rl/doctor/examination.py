@@ -15,7 +15,9 @@ from importlib import metadata
 from pathlib import Path
 
 from dora_rl import extras
+from dora_rl.core.protocol.errors import UserError
 from dora_rl.doctor.report import Finding, Report, Status
+from dora_rl.engines.vllm import environment
 from dora_rl.machine import processor
 from dora_rl.machine.fast_paths import FAST_PATHS, PORTABLE, portable
 from dora_rl.machine.trials import in_child, python
@@ -145,6 +147,19 @@ def _extras() -> Iterator[Finding]:
             yield Finding("extras", extra, Status.MISSING, text, extras.install(extra))
         else:
             yield Finding("extras", extra, Status.OK, needs)
+    yield _vllm()
+
+
+def _vllm() -> Finding:
+    """It has an environment of its own."""
+    needs = "`rollout.engine=vllm` and `dora-rl bench engine --against vllm`"
+    try:
+        python = environment.find_python()
+        version = environment.check(python)
+    except UserError as error:
+        said = str(error).rstrip(".")
+        return Finding("extras", "vllm", Status.MISSING, f"{said}; for {needs}", "make venv-vllm")
+    return Finding("extras", "vllm", Status.OK, f"{needs}: vLLM {version}, {python}")
 
 
 def _short_run(directory: Path) -> Iterator[Finding]:

@@ -33,6 +33,7 @@ class EngineOptions:
     kv_dtype: str
     prefill_chunk: int
     deterministic: bool
+    device: str = "auto"
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Of the engine's own section of the configuration, such as `[rollout.vllm]`."""
 
@@ -46,6 +47,7 @@ class _Entry:
     most_versions: int | None = None  # that it holds at once, if there is a limit
     deterministic: bool = True  # it can be bit-exact whatever the batch
     environment: str | None = None  # the module with `find_python`, `check` and `variables`
+    settings: str | None = None  # the module with `LEAST_TOKENS` and `sampling_refusal`
 
 
 _ENTRIES = {
@@ -56,6 +58,7 @@ _ENTRIES = {
         most_versions=1,
         deterministic=False,
         environment="dora_rl.engines.vllm.environment",
+        settings="dora_rl.engines.vllm.settings",
     ),
 }
 
@@ -82,6 +85,28 @@ def most_versions(name: EngineName, wanted: int) -> int:
 
 def can_be_deterministic(name: EngineName) -> bool:
     return _ENTRIES[name].deterministic
+
+
+def has_own_environment(name: EngineName) -> bool:
+    """Whether it runs in another Python than this one, and so in processes of its own."""
+    return _ENTRIES[name].environment is not None
+
+
+def sampling_refusal(
+    name: EngineName, temperature: float, top_p: float, min_p: float
+) -> str | None:
+    """Why this engine does not sample so; None if it does."""
+    module = _ENTRIES[name].settings
+    if module is None:
+        return None
+    found: str | None = import_module(module).sampling_refusal(temperature, top_p, min_p)
+    return found
+
+
+def least_kv_tokens(name: EngineName) -> int:
+    """The smallest KV budget that this engine runs with."""
+    module = _ENTRIES[name].settings
+    return 1 if module is None else int(import_module(module).LEAST_TOKENS)
 
 
 class Interpreter(NamedTuple):

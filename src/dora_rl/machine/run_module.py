@@ -1,7 +1,8 @@
-"""A module of this package run by a Python that does not have it: `PYTHON run_module.py MODULE …`.
+"""A module of this package run by a Python that lacks it: `PYTHON -I run_module.py MODULE …`.
 
 An engine may need an environment of its own. Of the environment that this package is installed in,
-that Python gets this package and nothing else, so that the libraries of the two never mix.
+that Python gets this package and nothing else, so that the libraries of the two never mix. `-I`
+keeps PYTHONPATH and the like from it, too.
 """
 
 import importlib.util
@@ -21,7 +22,8 @@ def main() -> None:
     assert spec is not None and spec.loader is not None
     package = importlib.util.module_from_spec(spec)
     sys.modules[PACKAGE] = package
-    sys.path.pop(0)  # the directory of this file, whose modules are none of the top level
+    # Without -I the directory of this file is there, whose modules are none of the top level.
+    sys.path[:] = [path for path in sys.path if path != str(Path(__file__).parent)]
     spec.loader.exec_module(package)
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -18,7 +18,10 @@ from dora_rl.engines.registry import (
     EngineName,
     can_be_deterministic,
     device_refusal,
+    has_own_environment,
+    least_kv_tokens,
     most_versions,
+    sampling_refusal,
 )
 from dora_rl.engines.vllm.settings import VllmSettings
 from dora_rl.machine import processor
@@ -233,12 +236,34 @@ class RunConfig(ConfigModel):
                 f"rollout.version_slots must be at most {most}, as the {name} engine holds no more "
                 f"full sets of weights: `{wanted}`. Use more instances for more versions at once."
             )
-        if self.deterministic and not can_be_deterministic(name):
-            key = "rollout.deterministic" if rollout.deterministic else "runtime.kind"
-            value = "true" if rollout.deterministic else self.runtime.kind
+        if self.runtime.kind == "inline" and has_own_environment(name):
             raise ValueError(
-                f"{key} needs an engine whose results do not depend on the batch, and {name} is "
-                f'none: `{value}`. Use rollout.engine = "embedded", or runtime.kind = "local".'
+                f"runtime.kind must be `local` with the {name} engine, which has an environment "
+                f"and processes of its own: `{self.runtime.kind}`."
+            )
+        if self.deterministic and not can_be_deterministic(name):
+            raise ValueError(
+                f"rollout.deterministic must be false with the {name} engine, whose results depend "
+                "on the batch: `true`."
+            )
+        if why := sampling_refusal(name, rollout.temperature, rollout.top_p, rollout.min_p):
+            raise ValueError(f"rollout: {why}")
+        self._check_engine_memory()
+
+    def _check_engine_memory(self) -> None:
+        rollout, name = self.rollout, self.rollout.engine
+        least = least_kv_tokens(name)
+        if rollout.kv_budget_tokens is not None and rollout.kv_budget_tokens < least:
+            raise ValueError(
+                f"rollout.kv_budget_tokens must be at least {least} with the {name} engine: "
+                f"`{rollout.kv_budget_tokens}`."
+            )
+        share = self.runtime.instances * rollout.vllm.gpu_memory_utilization
+        if rollout.device.startswith("cuda") and share > 1:
+            raise ValueError(
+                f"rollout.vllm.gpu_memory_utilization of {self.runtime.instances} instances on "
+                f"one GPU must add up to 1 at most: `{rollout.vllm.gpu_memory_utilization}` each. "
+                "Lower it."
             )
 
     def warnings(self) -> list[str]:

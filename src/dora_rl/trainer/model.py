@@ -120,7 +120,8 @@ class Policy(nn.Module):
             logprobs, _, _ = self(row, places, row[0, 1:], None, lengths, temperature=1.0)
         if not logprobs.isfinite().all():
             return None
-        return Fingerprint(tokens, tuple(logprobs.clamp(max=0.0).tolist()))
+        dtype = "bfloat16" if self._bf16 else "float32"
+        return Fingerprint(tokens, tuple(logprobs.clamp(max=0.0).tolist()), dtype)
 
     def _score(
         self, hidden_MD: Tensor, targets_M: Tensor, temperature: float | None

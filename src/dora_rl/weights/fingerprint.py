@@ -19,6 +19,8 @@ class Fingerprint:
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
+    dtype: str = "float32"
+    """Of the products that they were computed with."""
 
     def distance(self, logprobs: Sequence[float]) -> float:
         """The largest difference of a log-probability; infinite where one is no number."""

@@ -5,7 +5,7 @@
     digest       of the weights alone: the same however they are split over files
     files        name -> bytes, sha256 of the whole file
     tensors      name -> file, dtype, shape, sha256 of the tensor's bytes
-    fingerprint  tokens and logprobs of `fingerprint.Fingerprint`, or null where nobody recorded one
+    fingerprint  what `fingerprint.Fingerprint` has, or null where nobody recorded one
     checksum     of all of the above, so that no altered byte of the manifest passes
 
 It has one spelling: what does not read back to the same bytes was not written here. It knows
@@ -33,7 +33,8 @@ MAX_BYTES = 100_000_000  # some 400 000 tensors; also the limit of a safetensors
 _KEYS = frozenset({"format", "version", "digest", "files", "tensors", "fingerprint", "checksum"})
 _FILE_KEYS = frozenset({"bytes", "sha256"})
 _TENSOR_KEYS = frozenset({"file", "dtype", "shape", "sha256"})
-_FINGERPRINT_KEYS = frozenset({"tokens", "logprobs"})
+_FINGERPRINT_KEYS = frozenset({"tokens", "logprobs", "dtype"})
+_PRODUCTS = ("float32", "bfloat16", "float16")
 _DIRECTORY = re.compile(r"version-([0-9]{8,19})", re.ASCII)
 
 
@@ -84,6 +85,7 @@ class Manifest:
             else {
                 "tokens": self.fingerprint.tokens,
                 "logprobs": self.fingerprint.logprobs,
+                "dtype": self.fingerprint.dtype,
             },
         }
         return _canonical({**content, "checksum": checksum_of(content)}) + b"\n"
@@ -197,12 +199,17 @@ def _fingerprint(value: Any, where: str) -> Fingerprint | None:
     if value is None:
         return None
     entry = checks.record(value, _FINGERPRINT_KEYS, where)
-    said = {key: checks.items(entry[key], f"{key} of {where}") for key in sorted(entry)}
-    tokens = tuple(checks.number(token, f"a token of {where}") for token in said["tokens"])
-    logprobs = tuple(checks.logprob(number, where) for number in said["logprobs"])
+    listed = {key: checks.items(entry[key], f"{key} of {where}") for key in ("tokens", "logprobs")}
+    tokens = tuple(checks.number(token, f"a token of {where}") for token in listed["tokens"])
+    logprobs = tuple(checks.logprob(number, where) for number in listed["logprobs"])
+    if entry["dtype"] not in _PRODUCTS:
+        raise WeightsError(
+            f"dtype of {where} must be one of {', '.join(_PRODUCTS)}: "
+            f"{checks.shown(entry['dtype'])}. Publish it again."
+        )
     if len(logprobs) != len(tokens) - 1:
         raise WeightsError(
             f"{where} has {len(tokens)} tokens and {len(logprobs)} logprobs, not one less. "
             "Publish it again."
         )
-    return Fingerprint(tokens, logprobs)
+    return Fingerprint(tokens, logprobs, entry["dtype"])

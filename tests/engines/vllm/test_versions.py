@@ -1,17 +1,20 @@
 """vLLM serves the version that it says, and says of each token how probable it was."""
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from dora_rl.engines.base import Request, Sampling
-from dora_rl.engines.errors import VersionRefused
+from dora_rl.engines.base import FinishReason, Request, Sampling
+from dora_rl.engines.errors import RequestRefused, VersionRefused
+from dora_rl.engines.fake import distribution
 from dora_rl.engines.vllm.engine import VllmEngine
-from tests.engines.driving import MID, OLD, Drive, Record, ask, start
+from tests.engines.driving import MID, NEW, OLD, Drive, Record, ask, start
 from tests.engines.random_versions import logprobs_of
 from tests.engines.vllm.harness import VllmHarness
 from tests.engines.vllm.shape import BLOCK
@@ -37,11 +40,11 @@ def engine_of(drive: Drive) -> VllmEngine:
 
 def log_distribution(logits_V: Tensor, sampling: Sampling) -> Tensor:
     """What is drawn from, after temperature and filters, as `Sampling` says."""
-    scaled = logits_V / sampling.temperature
-    if sampling.top_k:
-        least = scaled.topk(sampling.top_k).values[-1]
-        scaled = scaled.masked_fill(scaled < least, -torch.inf)
-    return scaled.log_softmax(-1)
+    kept = distribution(logits_V.tolist(), sampling)
+    found = torch.full_like(logits_V, -torch.inf)
+    for token, chance in kept.items():
+        found[token] = math.log(chance)
+    return found
 
 
 def assert_logprobs(harness: VllmHarness, request: Request, record: Record, n: int) -> None:
@@ -62,6 +65,9 @@ WISHES: list[dict[str, Any]] = [
     {"temperature": 0.6, "raw_logprobs": True},
     {"temperature": 1.7, "top_k": 5, "raw_logprobs": True},
     {"top_k": 20},
+    {"top_p": 0.7, "raw_logprobs": True},
+    {"temperature": 2.0, "min_p": 0.05},
+    {"temperature": 0.0, "raw_logprobs": True},
 ]
 
 
@@ -104,19 +110,42 @@ def test_two_tensors_that_are_swapped_on_their_way_are_caught(
     assert engine.install(MID, harness.weights(1)) == engine.load().versions[MID].digest
 
 
-def test_a_tensor_that_vllm_leaves_out_is_caught(harness: VllmHarness) -> None:
+@pytest.mark.parametrize("taken", [0, 3])
+def test_a_tensor_that_vllm_leaves_out_is_caught(harness: VllmHarness, taken: int) -> None:
     drive = start(harness)
     engine = engine_of(drive)
     reload = engine.backend.reload
 
     def cut(weights: Iterable[tuple[str, Tensor]]) -> None:
-        reload(iter(list(weights)[:-1]))
+        reload(islice(weights, taken))
 
     engine.backend.reload = cut  # type: ignore[method-assign]
-    with pytest.raises(VersionRefused, match=rf"version {MID}"):
+    with pytest.raises(VersionRefused, match=rf"vLLM did not take tensor .* of version {MID}"):
         engine.install(MID, harness.weights(1), evict=OLD)
     engine.backend.reload = reload  # type: ignore[method-assign]
     assert engine.load().versions == {}
+
+
+@pytest.mark.parametrize("taken", [1, 4, 9, 15])
+def test_a_load_that_broke_off_leaves_nothing_to_mix(harness: VllmHarness, taken: int) -> None:
+    """vLLM's layers keep what they had read, and would serve it with the next version's rest."""
+    drive = start(harness)
+    engine = engine_of(drive)
+    reload = engine.backend.reload
+
+    def broken(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        yield from islice(weights, taken)
+        raise RuntimeError("the disk is gone")
+
+    engine.backend.reload = lambda weights: reload(broken(weights))  # type: ignore[method-assign]
+    with pytest.raises(VersionRefused, match=rf"version {MID} could not be .* the disk is gone"):
+        engine.install(MID, harness.weights(1), evict=OLD)
+    engine.backend.reload = reload  # type: ignore[method-assign]
+    engine.install(NEW, harness.weights(2))
+    drive.digests = {NEW: engine.load().versions[NEW].digest}
+    request = ask(harness, 1, NEW, length=BLOCK + 3)
+    drive.submit(request)
+    assert_logprobs(harness, request, drive.run()[1], 2)
 
 
 def test_weights_without_a_fingerprint_are_refused(harness: VllmHarness) -> None:
@@ -169,3 +198,75 @@ def test_a_group_reads_its_prompt_once(harness: VllmHarness) -> None:
         drive.until(trajectory, 1)
         steps.append(len(drive.records[99].tokens) - before)
     assert steps == [5, 1]
+
+
+def test_logprobs_are_right_whatever_happens_to_a_batch(harness: VllmHarness) -> None:
+    """Too little room for KV, so that some are preempted and read anew; cancelled neighbours, and a
+    prefix. Each row's own, raw and processed."""
+    drive = start(harness, slots=4, kv_budget_tokens=5 * BLOCK, prefill_chunk=8)
+    wishes = {"max_tokens": 2 * BLOCK, "temperature": 1.3, "raw_logprobs": True}
+    requests = [ask(harness, i, length=BLOCK, **wishes) for i in range(6)]
+    requests[4] = replace(requests[4], prefix=harness.prompt(50, 9))
+    drive.submit(ask(harness, 90, **wishes), ask(harness, 91, **wishes), *requests)
+    drive.until(90, 3)
+    drive.cancel(90)
+    drive.step(3)
+    drive.cancel(91)
+    drive.run()
+    for request in requests:
+        whole = replace(request, prompt=(*request.prompt, *request.prefix))
+        assert_logprobs(harness, whole, drive.records[request.trajectory], 0)
+
+
+def test_logprobs_after_what_an_environment_said(harness: VllmHarness) -> None:
+    drive = start(harness)
+    request = ask(
+        harness,
+        1,
+        length=BLOCK,
+        max_tokens=60,
+        hold=True,
+        raw_logprobs=True,
+        stop_token_ids=tuple(range(150)),
+    )
+    drive.submit(request)
+    drive.until_held(1)
+    turn = len(drive.records[1].tokens)
+    said = harness.prompt(7, 5)
+    drive.extend(1, said)
+    drive.until_held(1)
+    record = drive.records[1]
+    assert record.tokens[turn : turn + 5] == list(said)
+    assert_logprobs(harness, request, replace(record, tokens=record.tokens[:turn]), 0)
+    second = replace(request, prompt=(*request.prompt, *record.tokens[: turn + 5]))
+    assert_logprobs(harness, second, record.after(turn + 5), 0)
+
+
+def test_stop_tokens_and_stop_strings_end_a_turn(harness: VllmHarness) -> None:
+    """At the first token that completes one, and not before."""
+    drive = start(harness)
+    free = ask(harness, 1, max_tokens=200)
+    strings, low = ("e", "a", " "), tuple(range(100))
+    drive.submit(
+        replace(free, sampling=replace(free.sampling, stop=strings)),
+        replace(free, trajectory=2, sampling=replace(free.sampling, stop_token_ids=low)),
+    )
+    drive.run()
+    spoken, numbered = drive.records[1], drive.records[2]
+    assert spoken.finish is FinishReason.STOP_STRING
+    assert any(stop in harness.decode(spoken.tokens) for stop in strings)
+    assert not any(stop in harness.decode(spoken.tokens[:-1]) for stop in strings)
+    assert numbered.finish is FinishReason.STOP_TOKEN
+    assert numbered.tokens[-1] < 100 and min(numbered.tokens[:-1], default=100) >= 100
+
+
+@pytest.mark.parametrize(
+    "wish", [{"temperature": 0.005}, {"top_p": 0.5, "min_p": 0.1}], ids=["cold", "two filters"]
+)
+def test_what_vllm_would_sample_otherwise_is_refused(
+    harness: VllmHarness, wish: dict[str, Any]
+) -> None:
+    drive = start(harness)
+    with pytest.raises(RequestRefused, match="trajectory 1 cannot be sampled so"):
+        drive.engine.submit(ask(harness, 1, **wish))
+    drive.check()

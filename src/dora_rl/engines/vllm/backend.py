@@ -41,7 +41,7 @@ class Emitted(NamedTuple):
     """The token that a request got in a step."""
 
     request: str
-    token: int
+    token: int | None  # none where vLLM has ended it without one
     logprob: float
     raw_logprob: float | None
     ended: str | None  # vLLM's word for why it runs no further
@@ -53,14 +53,20 @@ class Backend:
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         """`arguments` are those of `EngineArgs`, but for what is set here for every engine."""
         check_version(vllm.__version__, Path(sys.executable))
-        self._raw: set[str] = set()  # requests that want raw log-probabilities
         _check_arguments(arguments)
+        self._arguments = arguments
+        self._start()
+
+    def _start(self) -> None:
+        self._raw: set[str] = set()  # requests that want raw log-probabilities
         try:
-            self._engine = LLMEngine.from_engine_args(EngineArgs(**_FIXED, **arguments))
-        except Exception as error:
+            arguments = EngineArgs(**_FIXED, **self._arguments)
+            self._engine = LLMEngine.from_engine_args(arguments)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            # Of the configuration; whatever else there is may be over when it is tried again.
             raise UserError(
                 f"vLLM {vllm.__version__} does not start with the model in "
-                f"`{arguments['model']}`: {type(error).__name__}: {error}"
+                f"`{self._arguments['model']}`: {type(error).__name__}: {error}"
             ) from error
         self._raw_logits = RawLogits.newest
         # vLLM sets a request's generator back after a part of its prompt, and fails on a CPU, whose
@@ -71,6 +77,14 @@ class Backend:
         self._scheduler = self._engine.engine_core.engine_core.scheduler
         pool = self._scheduler.kv_cache_manager.block_pool
         self.num_blocks: int = pool.num_gpu_blocks - 1  # one of them is never given out
+
+    def restart(self) -> None:
+        """Begin anew, without weights: after a reload that failed, vLLM may hold parts of it.
+
+        Layers that were half read keep what they have, and would mix it with the next version.
+        """
+        self._end()
+        self._start()
 
     # Weights
 
@@ -85,8 +99,8 @@ class Backend:
         No other request may be here.
         """
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, temperature=0.0)
-        self._engine.add_request(_PROBE, {"prompt_token_ids": list(tokens)}, params)
         found: list[Any] = []
+        self._engine.add_request(_PROBE, {"prompt_token_ids": list(tokens)}, params)
         while self._engine.has_unfinished_requests():
             for output in self._engine.step():
                 found = output.prompt_logprobs or found
@@ -132,6 +146,7 @@ class Backend:
 
     def abort(self, request: str) -> None:
         self._raw.discard(request)
+        self._raw_logits.forget(request)
         self._engine.abort_request([request])
 
     def step(self) -> list[Emitted]:
@@ -146,7 +161,7 @@ class Backend:
                 raw = self._raw_logits.take(request, token) if request in self._raw else None
                 emitted.append(Emitted(request, token, logprob, raw, ended))
             if not completion.token_ids:
-                emitted.append(Emitted(request, -1, math.nan, None, ended or "abort"))
+                emitted.append(Emitted(request, None, math.nan, None, ended or "abort"))
             if output.finished:
                 self._raw.discard(request)
         return emitted
@@ -163,6 +178,10 @@ class Backend:
         return round(share * self.num_blocks)
 
     def close(self) -> None:
+        """It must not be used again."""
+        self._end()
+
+    def _end(self) -> None:
         self._engine.engine_core.shutdown()
 
 

