@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +16,9 @@ from dora_rl.engines.errors import RequestRefused, VersionRefused
 from dora_rl.engines.fake import distribution
 from dora_rl.engines.vllm.engine import VllmEngine
 from tests.engines.driving import MID, NEW, OLD, Drive, Record, ask, start
-from tests.engines.random_versions import logprobs_of
-from tests.engines.vllm.harness import VllmHarness
-from tests.engines.vllm.shape import BLOCK
+from tests.engines.random_versions import Models, logprobs_of
+from tests.engines.vllm.harness import Backends, VllmHarness
+from tests.engines.vllm.shape import BLOCK, SHAPE
 
 pytestmark = pytest.mark.vllm
 PAIRS = [
@@ -84,6 +85,25 @@ def test_logprobs_are_those_of_what_was_drawn_from(harness: VllmHarness) -> None
         drive.run()
         for request in requests:
             assert_logprobs(harness, request, drive.records[request.trajectory], n)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_every_family_serves_one_version_after_the_other(
+    family: str, tied: bool, backends: Backends, tmp_path: Path
+) -> None:
+    """A head that is tied to the embedding has no tensor of its own that a reload would read."""
+    models = Models(tmp_path, family, tie_word_embeddings=tied, **SHAPE)
+    with VllmHarness(models, backends) as harness:
+        drive = start(harness)
+        for n, version in enumerate((OLD, MID, NEW)):
+            if n:
+                drive.install(version, harness.weights(n), evict=(OLD, MID)[n - 1])
+            request = ask(harness, n, version, length=BLOCK + 3, raw_logprobs=True)
+            drive.submit(request)
+            drive.run()
+            assert isinstance(harness, VllmHarness)
+            assert_logprobs(harness, request, drive.records[n], n)
 
 
 @pytest.mark.parametrize("pair", PAIRS)

@@ -92,6 +92,7 @@ class Backend:
         """Replace all weights; no request may be here. KV of the old ones is forgotten."""
         self._engine.reset_prefix_cache()
         self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        self._engine.apply_model(_pack_tied_head)
 
     def prompt_logprobs(self, tokens: Sequence[int]) -> list[float]:
         """The log-probability of each token but the first, given those before it.
@@ -183,6 +184,20 @@ class Backend:
 
     def _end(self) -> None:
         self._engine.engine_core.shutdown()
+
+
+def _pack_tied_head(model: Any) -> None:
+    """Pack a head that is tied to the embedding anew.
+
+    vLLM's reload passes it over, as no tensor has its name; on a CPU it would go on with a packed
+    copy of the old embedding.
+    """
+    head = getattr(model, "lm_head", None)
+    embedding = getattr(getattr(model, "model", None), "embed_tokens", None)
+    if head is None or embedding is None or head is embedding:
+        return
+    if getattr(head, "weight", head) is getattr(embedding, "weight", None):
+        head.quant_method.process_weights_after_loading(head)
 
 
 def _logprobs(completion: Any) -> list[float]:
