@@ -6,15 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import dora_rl
 from dora_rl.core.protocol.errors import UserError
 from dora_rl.engines.base import Request, Sampling
-from dora_rl.engines.embedded.kv import KvPool
-from dora_rl.engines.embedded.refusals import check_request
+from dora_rl.engines.embedded import EmbeddedEngine, EngineSettings
 from dora_rl.engines.errors import RequestRefused
 from dora_rl.models.config import read_config as read_model
 from dora_rl.runtime.config import RunConfig
@@ -196,7 +194,7 @@ def test_what_is_let_through_is_what_the_engine_takes(
     rollout = {"kv_budget_tokens": budget, "max_tokens": max_tokens}
     config = read_config(settings(model, model / "unused", rollout=rollout))
     shape = replace(read_model(model), context=64)
-    pool = KvPool(shape, budget // 32, 32, torch.float32)
+    engine = EmbeddedEngine(shape, EngineSettings(slots=1, kv_budget_tokens=budget))
     request = Request(
         trajectory=0,
         version=0,
@@ -205,7 +203,7 @@ def test_what_is_let_through_is_what_the_engine_takes(
         seed=0,
     )
     try:
-        check_request(request, shape, pool, has_tokenizer=False)
+        engine._check(request)
     except RequestRefused:
         assert why_too_long(config, shape)(prompt) is not None
     else:

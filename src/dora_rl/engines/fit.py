@@ -2,9 +2,13 @@
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dora_rl.models.config import ModelConfig
 from dora_rl.weights.errors import WeightsError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _OURS = {"float32", "bfloat16"}
 
@@ -31,4 +35,15 @@ def check_dtypes(directory: Path, dtypes: Collection[str], fix: str = "") -> Non
         raise WeightsError(
             f"the tensors in `{directory}` are of dtype `{', '.join(sorted(set(dtypes)))}`: "
             f"all must be float32, or all bfloat16.{fix}"
+        )
+
+
+def check_tensors(config: ModelConfig, directory: Path, tensors: "Mapping[str, Tensor]") -> None:
+    """Refuse weights that are not exactly those of this model."""
+    check_shapes(config, directory, {name: tuple(t.shape) for name, t in tensors.items()})
+    check_dtypes(directory, {str(t.dtype).removeprefix("torch.") for t in tensors.values()})
+    if foreign := sorted(tensors.keys() - config.tensors().keys()):
+        raise WeightsError(
+            f"tensor `{foreign[0]}` in `{directory}` is none of this model's. "
+            "Is it another model's?"
         )

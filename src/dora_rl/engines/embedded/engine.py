@@ -29,7 +29,6 @@ from dora_rl.engines.embedded import moving
 from dora_rl.engines.embedded.exactness import check_exact
 from dora_rl.engines.embedded.forwarding import Chunk, Forwarder
 from dora_rl.engines.embedded.kv import KvPool
-from dora_rl.engines.embedded.refusals import check_request, check_tensors, check_vocabulary
 from dora_rl.engines.embedded.sampler import Draw, SamplingPlan, sample
 from dora_rl.engines.embedded.scheduler import Scheduler
 from dora_rl.engines.embedded.sequences import Prompt, Sequence, Stage
@@ -40,8 +39,11 @@ from dora_rl.engines.errors import (
     UnknownTrajectory,
     VersionRefused,
 )
+from dora_rl.engines.fit import check_tensors
+from dora_rl.engines.kv_room import blocks_needed
 from dora_rl.engines.noise import uniform
 from dora_rl.engines.rates import Rates
+from dora_rl.engines.requests import check_request, check_room, check_vocabulary, finish_reason
 from dora_rl.models import cpu
 from dora_rl.models.config import ModelConfig, read_config
 from dora_rl.models.decoder import Decoder, build
@@ -177,13 +179,20 @@ class EmbeddedEngine:
                 f"trajectory {request.trajectory} is here already. Cancel it first, or use "
                 "another id."
             )
-        has_tokenizer = self._tokenizer is not None
-        check_request(request, self.config, self._pool, has_tokenizer=has_tokenizer)
+        self._check(request)
         if request.sampling.stop and self._tokenizer is not None:
             self._stops[request.trajectory] = StopStrings(request.sampling.stop, self._tokenizer)
         sequence = self._scheduler.add(request)
         if request.held:
             self._scheduler.hold(sequence)
+
+    def _check(self, request: Request) -> None:
+        """Refuse what this model and this memory can never serve."""
+        has_tokenizer = self._tokenizer is not None
+        check_request(request, self.config, self.context, has_tokenizer=has_tokenizer)
+        block, longest = self._pool.block_tokens, request.sampling.max_tokens
+        needed = blocks_needed(len(request.prompt), longest, self.context, block)
+        check_room(request, needed, self._pool.num_blocks, block)
 
     def extend(self, trajectory: TrajectoryId, tokens: tuple[int, ...]) -> None:
         sequence = self._sequence(trajectory)
@@ -343,18 +352,15 @@ class EmbeddedEngine:
         return outputs
 
     def _finish(self, sequence: Sequence) -> FinishReason | None:
-        sampling, token = sequence.request.sampling, sequence.own[-1]
-        ends = () if sampling.ignore_eos else self.config.eos_token_ids
-        if token in sampling.stop_token_ids or token in ends:
-            return FinishReason.STOP_TOKEN
         stops = self._stops.get(sequence.id)
-        if stops is not None and stops.completed(sequence.turn):
-            return FinishReason.STOP_STRING
-        if len(sequence.own) - 1 >= sampling.max_tokens:
-            return FinishReason.MAX_TOKENS
-        if len(sequence.prompt.tokens) + len(sequence.own) >= self.context:
-            return FinishReason.CONTEXT
-        return None
+        return finish_reason(
+            sequence.request,
+            self.config,
+            self.context,
+            token=sequence.own[-1],
+            response=len(sequence.own) - 1,
+            stops=lambda: stops is not None and stops.completed(sequence.turn),
+        )
 
     def _sampling_plan(self, sequences: list[Sequence]) -> SamplingPlan:
         wishes = [s.request.sampling for s in sequences]

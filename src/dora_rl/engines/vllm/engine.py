@@ -38,9 +38,16 @@ from dora_rl.engines.errors import (
     Unsupported,
     VersionRefused,
 )
-from dora_rl.engines.fit import check_shapes
+from dora_rl.engines.fit import check_tensors
 from dora_rl.engines.kv_room import blocks_for
 from dora_rl.engines.rates import Rates
+from dora_rl.engines.requests import (
+    check_request,
+    check_room,
+    check_vocabulary,
+    end_tokens,
+    finish_reason,
+)
 from dora_rl.engines.vllm.backend import Backend, Emitted
 from dora_rl.engines.vllm.settings import sampling_refusal
 from dora_rl.models.config import ModelConfig
@@ -120,8 +127,7 @@ class VllmEngine:
                 f"vLLM holds one version at a time, and version {here.version} is here. Evict it "
                 f"to install version {version}."
             )
-        shapes = {name: tuple(tensor.shape) for name, tensor in weights.tensors.items()}
-        check_shapes(self.config, directory, shapes)
+        check_tensors(self.config, directory, weights.tensors)
         fingerprint = weights.manifest.fingerprint
         if fingerprint is None or fingerprint.tokens != probe(self.config.vocab_size):
             raise VersionRefused(
@@ -205,14 +211,13 @@ class VllmEngine:
         """Let vLLM sample on, after all that the trajectory has."""
         request, response = live.request, live.response
         sampling = request.sampling
-        ends = () if sampling.ignore_eos else self.config.eos_token_ids
         name = f"{request.trajectory}-{next(self._ids)}"
         self.backend.add(
             name,
             [*request.prompt, *response],
             sampling,
             max_tokens=room(sampling.max_tokens, self.context, len(request.prompt), len(response)),
-            stop_token_ids=[*sampling.stop_token_ids, *ends],
+            stop_token_ids=end_tokens(request, self.config),
             seed=_seed(request, len(response)),
             salt=self._digest(request.version),
             priority=live.age,  # the oldest first, also after a turn
@@ -228,7 +233,7 @@ class VllmEngine:
                 "extend it when its turn has ended."
             )
         check_extension(live.request, len(live.response), tokens, self.context)
-        self._check_vocabulary(trajectory, tokens)
+        check_vocabulary(trajectory, tokens, self.config)
         live.response += tokens
         live.turn_start = len(live.response)
         live.held = False
@@ -287,17 +292,15 @@ class VllmEngine:
         )
 
     def _finish(self, live: _Live) -> FinishReason | None:
-        sampling, token = live.request.sampling, live.response[-1]
-        ends = () if sampling.ignore_eos else self.config.eos_token_ids
-        if token in sampling.stop_token_ids or token in ends:
-            return FinishReason.STOP_TOKEN
-        if live.stops is not None and live.stops.completed(live.response[live.turn_start :]):
-            return FinishReason.STOP_STRING
-        if len(live.response) >= sampling.max_tokens:
-            return FinishReason.MAX_TOKENS
-        if len(live.request.prompt) + len(live.response) >= self.context:
-            return FinishReason.CONTEXT
-        return None
+        stops, response = live.stops, live.response
+        return finish_reason(
+            live.request,
+            self.config,
+            self.context,
+            token=response[-1],
+            response=len(response),
+            stops=lambda: stops is not None and stops.completed(response[live.turn_start :]),
+        )
 
     @property
     def context(self) -> int:
@@ -367,39 +370,13 @@ class VllmEngine:
 
     def _check(self, request: Request) -> None:
         """Refuse what this engine can never serve: vLLM would stop all requests for some of it."""
-        name = f"trajectory {request.trajectory}"
-        known = len(request.prompt) + len(request.prefix)
-        if known - request.held >= self.context:
-            raise RequestRefused(
-                f"the prompt of {name} has {known} tokens, prefix included: the context of this "
-                f"engine is {self.context}, and a token must fit in after it. Shorten it."
-            )
-        named = (*request.prompt, *request.prefix, *request.sampling.stop_token_ids)
-        self._check_vocabulary(request.trajectory, named)
-        if request.sampling.stop and self.tokenizer is None:
-            raise RequestRefused(
-                f"{name} asks for stop strings, and this model has no tokenizer.json. "
-                "Use stop_token_ids."
-            )
-        sampling = request.sampling
+        has_tokenizer = self.tokenizer is not None
+        check_request(request, self.config, self.context, has_tokenizer=has_tokenizer)
+        sampling, block = request.sampling, self.limits.block_size
         if why := sampling_refusal(sampling.temperature, sampling.top_p, sampling.min_p):
-            raise RequestRefused(f"{name} cannot be sampled so: {why}")
-        block, blocks = self.limits.block_size, self.backend.num_blocks
-        longest = min(len(request.prompt) + request.sampling.max_tokens, self.context)
-        needed = blocks_for(longest, block)
-        if needed > blocks:
-            raise RequestRefused(
-                f"{name} may need {needed * block} tokens of KV, and the budget is "
-                f"`{blocks * block}`. Raise rollout.kv_budget_tokens, or lower max_tokens."
-            )
-
-    def _check_vocabulary(self, trajectory: TrajectoryId, tokens: tuple[int, ...]) -> None:
-        for token in tokens:
-            if not 0 <= token < self.config.vocab_size:
-                raise RequestRefused(
-                    f"trajectory {trajectory} has the token `{token}`: the vocabulary has "
-                    f"{self.config.vocab_size}. Is it another model's tokenizer?"
-                )
+            raise RequestRefused(f"trajectory {request.trajectory} cannot be sampled so: {why}")
+        longest = min(len(request.prompt) + sampling.max_tokens, self.context)
+        check_room(request, blocks_for(longest, block), self.backend.num_blocks, block)
 
 
 def _seed(request: Request, position: int) -> int:
