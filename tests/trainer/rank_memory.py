@@ -46,7 +46,7 @@ def main(settings: str, rendezvous: str, rank: str, size: str) -> None:
     replica = Replica(msgspec.json.decode(settings, type=ReplicaSettings), world)
     found["load"] = peak.rise()
     peak = Peak()
-    published, _ = replica.published()
+    published = replica.published()
     found["publish"] = peak.rise()
     found["published"] = sum(tensor.nbytes for tensor in published.values())
     leave(world)

@@ -88,7 +88,7 @@ def opened(
 
 def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     """A copy of the weights as they are."""
-    return {name: tensor.clone() for name, tensor in trainer._replica.published()[0].items()}
+    return {name: tensor.clone() for name, tensor in trainer._replica.published().items()}
 
 
 def all_of(trainer: Trainer) -> dict[str, torch.Tensor]:

@@ -150,6 +150,7 @@ def perform(replica: Replica, command: Command) -> None:
             with suppress(StepRejected):
                 replica.follow(share)
         case Publish():
+            replica.fingerprint()
             replica.published()
         case Save():
             replica.snapshot()

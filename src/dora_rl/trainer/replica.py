@@ -144,22 +144,26 @@ class Replica:
             self.report = report
         return report
 
-    def published(self) -> tuple[dict[str, Tensor], Fingerprint | None]:
-        """The weights by the names of the checkpoint, whole, in the dtype of publication.
-
-        The leader's, on the CPU; the other processes give it their parts, and get nothing. With
-        them comes what they say of the probe.
-        """
-        weights = {}
+    def fingerprint(self) -> Fingerprint | None:
+        """What the weights say of the probe: a pass, which all processes take part in."""
         with self.progress.deferred():
             fingerprint = self.policy.fingerprint()
             self.progress()
+        return fingerprint
+
+    def published(self) -> dict[str, Tensor]:
+        """The weights by the names of the checkpoint, whole, in the dtype of publication.
+
+        The leader's, on the CPU; the other processes give it their parts, and get nothing.
+        """
+        weights = {}
+        with self.progress.deferred():
             for name, parameter in self._named():
                 whole = gathered(parameter, self._dtype(name), copy=False)
                 if whole is not None:
                     weights[name] = whole
                 self.progress()
-        return weights, fingerprint
+        return weights
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         for name, saved in self.source.names.items():

@@ -133,7 +133,8 @@ class Trainer:
             )
         with self._followers.watched():
             self._followers.tell(Publish())
-            weights, fingerprint = self._replica.published()
+            fingerprint = self._replica.fingerprint()
+            weights = self._replica.published()
         tell = self._replica.progress
         # By a thread, so that a slow disk or a lock is not taken for a hang here.
         with ThreadPoolExecutor(1, "dora-rl publication") as pool:
