@@ -36,6 +36,7 @@ RUN_BY_CI = {
     "make test-portable": "make test-portable",
     "make test-docs": "make test-docs",
     "make test-smollm2": "make test-smollm2",
+    "make test-vllm": "make test-vllm",
     "make quickstart": "make quickstart",
     "dora-rl train": "make quickstart",
 }
