@@ -12,6 +12,7 @@ from dora_rl.core.protocol.errors import UserError
 EXTRAS = {
     "engine": ("torch", "safetensors", "tokenizers", "numpy"),
     "train": ("transformers", "jinja2"),
+    "lora": ("peft",),
     "tasks": ("reasoning_gym", "math_verify"),
     "datasets": ("datasets",),
     "plot": ("matplotlib",),

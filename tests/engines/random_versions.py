@@ -1,5 +1,6 @@
 """Versions of small random models, in a weight store, for whichever engine."""
 
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,10 @@ from transformers import PreTrainedModel
 from dora_rl.models.config import ModelConfig, read_config
 from dora_rl.models.tokenizer import Tokenizer, load_tokenizer
 from dora_rl.transports.weights.shared_directory import WeightStore
+from dora_rl.weights.adapter import Adapter, tensor_names
 from dora_rl.weights.fingerprint import Fingerprint, probe
+from dora_rl.weights.huggingface import map_model
+from dora_rl.weights.tensors import digests, weights_digest
 from tests.models.random_models import make_model, make_tokenizer, random_model
 
 SHAPE = {"vocab_size": 300, "max_position_embeddings": 96, "eos_token_id": 7}
@@ -37,9 +41,58 @@ class Models:
         state = self.model(n).state_dict()
         return {k: v for k, v in state.items() if not tied or "lm_head" not in k}
 
+    @property
+    def base(self) -> Path | None:
+        """The model that versions are adapters of, where they are."""
+        return None
+
     def path(self, n: int) -> Path:
         if n not in self.store.versions():
             self.store.publish(n, self.tensors(n), fingerprint=fingerprint_of(self.model(n)))
+        return self.store.path(n)
+
+
+class AdapterModels(Models):
+    """The same for LoRA adapters: four of one base, each far from the others."""
+
+    ADAPTER_TARGETS = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
+    RANK, ALPHA = 3, 6.0
+
+    @property
+    def base(self) -> Path:
+        return self.directory
+
+    @cached_property
+    def adapter(self) -> Adapter:
+        base = map_model(self.directory)
+        digest = weights_digest(base, digests(base))
+        return Adapter(digest, self.RANK, self.ALPHA, self.ADAPTER_TARGETS)
+
+    def tensors(self, n: int) -> dict[str, torch.Tensor]:
+        noise = torch.Generator().manual_seed(n)
+        found = {}
+        for name, shape in self.config.tensors().items():
+            module = name.removesuffix(".weight")
+            if len(shape) == 2 and module.rpartition(".")[2] in self.ADAPTER_TARGETS:
+                down, up = tensor_names(module)
+                found[down] = 0.2 * torch.randn(self.RANK, shape[1], generator=noise)
+                found[up] = 0.2 * torch.randn(shape[0], self.RANK, generator=noise)
+        return found
+
+    def model(self, n: int) -> PreTrainedModel:
+        """With the adapter added to the weights, which it is by definition."""
+        model, tensors = super().model(0), self.tensors(n)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                down, up = tensor_names(name.removesuffix(".weight"))
+                if down in tensors:
+                    parameter += self.adapter.scale * tensors[up] @ tensors[down]
+        return model
+
+    def path(self, n: int) -> Path:
+        if n not in self.store.versions():
+            fingerprint = fingerprint_of(self.model(n))
+            self.store.publish(n, self.tensors(n), fingerprint=fingerprint, adapter=self.adapter)
         return self.store.path(n)
 
 

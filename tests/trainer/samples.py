@@ -11,7 +11,7 @@ import torch
 from dora_rl.algorithms.settings import AlgorithmSettings
 from dora_rl.core.protocol.types import Segment
 from dora_rl.samples import Sample, Span, Trajectory
-from dora_rl.trainer.settings import TrainSettings
+from dora_rl.trainer.settings import LoraSettings, TrainSettings
 from dora_rl.trainer.trainer import Trainer
 from dora_rl.transports.weights.shared_directory import WeightStore
 
@@ -67,7 +67,12 @@ def batch_of(seed: int, groups: int = 3, group_size: int = 4, **other: Any) -> t
 
 @contextmanager
 def opened(
-    model: Path, store: Path, algorithm: dict[str, Any] | None = None, **train: Any
+    model: Path,
+    store: Path,
+    algorithm: dict[str, Any] | None = None,
+    *,
+    lora: LoraSettings | None = None,
+    **train: Any,
 ) -> Iterator[Trainer]:
     """A trainer with these settings; closed at the end."""
     trainer = Trainer.open(
@@ -79,6 +84,7 @@ def opened(
         temperature=0.9,
         total_steps=10,
         seed=1,
+        lora=lora,
     )
     try:
         yield trainer

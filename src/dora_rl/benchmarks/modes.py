@@ -79,7 +79,7 @@ class Plan:
         half = max(1, cores // 2)
         if PARADIGMS[paradigm].colocated:
             found = [(1, cores, cores), (cores, 1, cores), (cores, 1, 1)]
-        elif paradigm is OURS and most_versions(self.engine, 2) == 1:
+        elif paradigm is OURS and most_versions(self.engine, 2, lora=False) == 1:
             # Several versions need several instances, though they share their cores.
             found = [(max(2, half), 1, half), (max(4, half), 1, half)]
         else:

@@ -5,10 +5,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dora_rl.models.config import ModelConfig
+from dora_rl.weights.adapter import tensor_names
 from dora_rl.weights.errors import WeightsError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from dora_rl.weights.loading import LoadedWeights
 
 _OURS = {"float32", "bfloat16"}
 
@@ -47,3 +50,48 @@ def check_tensors(config: ModelConfig, directory: Path, tensors: "Mapping[str, T
             f"tensor `{foreign[0]}` in `{directory}` is none of this model's. "
             "Is it another model's?"
         )
+
+
+def check_adapter(
+    base: str | None,
+    directory: Path,
+    weights: "LoadedWeights",
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> None:
+    """Refuse an adapter of another base than this, whose digest and shapes are given.
+
+    Without a base, refuse every adapter; with one, whatever is none.
+    """
+    adapter = weights.manifest.adapter
+    if adapter is None and base is None:
+        return
+    if adapter is None:
+        raise WeightsError(
+            f"`{directory}` is a full set of weights, and this engine serves LoRA adapters. Is it "
+            "of a run without model.lora?"
+        )
+    if base is None:
+        raise WeightsError(
+            f"`{directory}` is a LoRA adapter, and this engine serves full sets of weights. Is it "
+            "of a run with model.lora?"
+        )
+    if adapter.base != base:
+        raise WeightsError(
+            f"`{directory}` is an adapter of another base: its weights have the digest "
+            f"`{adapter.base}`, those of this engine's model have `{base}`. Name the model that it "
+            "was trained on by model.path."
+        )
+    expected: dict[str, tuple[int, ...]] = {}
+    for name, shape in (shapes or {}).items():
+        module = name.removesuffix(".weight")
+        if len(shape) == 2 and module.rpartition(".")[2] in adapter.targets:
+            down, up = tensor_names(module)
+            expected |= {down: (adapter.rank, shape[1]), up: (shape[0], adapter.rank)}
+    found = {name: tuple(tensor.shape) for name, tensor in weights.tensors.items()}
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            raise WeightsError(
+                f"tensor `{name}` of the adapter in `{directory}` has the shape "
+                f"`{found.get(name, 'none')}`: with rank {adapter.rank} this model has "
+                f"{expected.get(name, 'none')}. Is it another model's?"
+            )

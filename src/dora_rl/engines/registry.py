@@ -34,6 +34,8 @@ class EngineOptions:
     prefill_chunk: int
     deterministic: bool
     device: str = "auto"
+    lora_rank: int | None = None
+    """Versions are LoRA adapters of this rank, of the weights in `model`."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Of the engine's own section of the configuration, such as `[rollout.vllm]`."""
 
@@ -44,7 +46,7 @@ class _Entry:
 
     module: str  # with `create`
     gpu: bool  # else it is for CPUs
-    most_versions: int | None = None  # that it holds at once, if there is a limit
+    most_versions: int | None = None  # full sets of weights at once, if there is a limit
     deterministic: bool = True  # it can be bit-exact whatever the batch
     environment: str | None = None  # the module with `find_python`, `check` and `variables`
     settings: str | None = None  # the module with `LEAST_TOKENS` and `sampling_refusal`
@@ -78,9 +80,10 @@ def device_refusal(name: EngineName, device: str) -> str | None:
     )
 
 
-def most_versions(name: EngineName, wanted: int) -> int:
+def most_versions(name: EngineName, wanted: int, *, lora: bool) -> int:
     """As many versions at once as are wanted, as far as this engine holds them."""
-    return min(wanted, _ENTRIES[name].most_versions or wanted)
+    most = None if lora else _ENTRIES[name].most_versions
+    return min(wanted, most or wanted)
 
 
 def can_be_deterministic(name: EngineName) -> bool:

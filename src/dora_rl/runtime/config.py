@@ -27,7 +27,7 @@ from dora_rl.engines.vllm.settings import VllmSettings
 from dora_rl.machine import processor
 from dora_rl.runtime.prepare.not_yet import not_yet
 from dora_rl.tasks.settings import TaskSettings
-from dora_rl.trainer.settings import AUTO, Behaviour, DeviceName, TrainSettings
+from dora_rl.trainer.settings import AUTO, Behaviour, DeviceName, LoraSettings, TrainSettings
 
 _MOST_VERSIONS = 8  # in one engine, unless the user says so: each costs memory, and splits batches
 
@@ -38,6 +38,9 @@ class ModelSettings(ConfigModel):
     path: str = Field(
         min_length=1,
         description="a Hugging Face model directory, a name on the hub, or a packaged model's",
+    )
+    lora: LoraSettings | None = Field(
+        default=None, description="train a LoRA adapter; else all weights are trained"
     )
 
 
@@ -230,11 +233,12 @@ class RunConfig(ConfigModel):
         if why := device_refusal(name, rollout.device):
             raise ValueError(why)
         wanted = rollout.version_slots or 1
-        most = most_versions(name, wanted)
+        most = self._most_versions(wanted)
         if wanted > most:
             raise ValueError(
                 f"rollout.version_slots must be at most {most}, as the {name} engine holds no more "
-                f"full sets of weights: `{wanted}`. Use more instances for more versions at once."
+                f"full sets of weights: `{wanted}`. Use more instances for more versions at once, "
+                "or model.lora."
             )
         if self.runtime.kind == "inline" and has_own_environment(name):
             raise ValueError(
@@ -297,14 +301,18 @@ class RunConfig(ConfigModel):
             core,
             max_steps=self.run.steps,
             version_slots=self.rollout.version_slots
-            or most_versions(self.rollout.engine, min(live, _MOST_VERSIONS)),
+            or self._most_versions(min(live, _MOST_VERSIONS)),
         )
 
     @property
     def version_slots(self) -> int:
         """Of one engine: for the versions that it serves at once and, where it can, a spare."""
         wanted = self.settings().version_slots + self.rollout.spare_version_slot
-        return most_versions(self.rollout.engine, wanted)
+        return self._most_versions(wanted)
+
+    def _most_versions(self, wanted: int) -> int:
+        lora = self.model.lora is not None
+        return most_versions(self.rollout.engine, wanted, lora=lora)
 
     @property
     def colocated(self) -> bool:

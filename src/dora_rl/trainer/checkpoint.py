@@ -2,6 +2,7 @@
 
     config.json, tokenizer files, …   copied from the model that training started from
     model.safetensors                 the policy as it is published (several files above 5 GB)
+    adapter_config.json, adapter_model.safetensors   instead, where the policy is a LoRA adapter
     trainer/state.json                step, settings, the digests of all the rest, a checksum
     trainer/version-…/                optimizer, value head and float32 weights, by the weight store
 
@@ -24,7 +25,9 @@ from dora_rl.trainer.errors import CheckpointError
 from dora_rl.trainer.progress import nothing
 from dora_rl.transports.weights.shared_directory import MAX_FILE_BYTES, open_version
 from dora_rl.weights import checks, disk
+from dora_rl.weights.adapter import CONFIG_FILE, TENSORS_FILE, Adapter
 from dora_rl.weights.errors import WeightsError
+from dora_rl.weights.files import map_tensors
 from dora_rl.weights.header import encode_head
 from dora_rl.weights.huggingface import map_model
 from dora_rl.weights.tensors import bytes_of, dtype_name, ready
@@ -40,6 +43,8 @@ _SAVING = ".saving-"
 _COPIED = (".json", ".txt", ".model", ".jinja")  # configuration and tokenizer, never weights
 _INDEX = "model.safetensors.index.json"
 _OWN = frozenset({"format", "files", "state", "checksum"})  # keys of state.json; the rest is facts
+# What transformers would take an adapter's directory for the whole model by.
+_OF_WHOLE_MODELS = frozenset({_CONFIG, "generation_config.json"})
 _MAX_COPIED = 1 << 30  # bytes of one copied file; tokenizers have a few dozen MB
 _MAX_STATE = 1 << 22  # bytes of state.json: it has a line a setting, a metric and a file
 _EARLIER = "Restore an earlier checkpoint."
@@ -55,9 +60,13 @@ def write(
     state: Mapping[str, Tensor],
     facts: Mapping[str, Any],
     *,
+    adapter: Adapter | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write a checkpoint, whole or not at all; `facts` is plain data with a `step`."""
+    """Write a checkpoint, whole or not at all; `facts` is plain data with a `step`.
+
+    With `adapter`, the weights are those of a LoRA adapter of the model in `source`.
+    """
     directory = Path(directory)
     with _named(directory):
         disk.make_root(directory.parent)
@@ -65,7 +74,7 @@ def write(
             raise CheckpointError(f"`{directory}` exists. Name a new directory for the checkpoint.")
         partial = hidden(directory.parent, _SAVING)
         try:
-            _write_all(partial, source, weights, state, facts, max_file_bytes)
+            _write_all(partial, source, weights, state, facts, adapter, max_file_bytes)
             _show(partial, directory)
         except BaseException:
             with suppress(WeightsError):  # what cannot be removed now stays hidden
@@ -97,14 +106,19 @@ def _write_all(
     weights: Mapping[str, Tensor],
     state: Mapping[str, Tensor],
     facts: Mapping[str, Any],
+    adapter: Adapter | None,
     max_file_bytes: int,
 ) -> None:
     """All files, each synced, and the directories that name them."""
     disk.make_directory(partial)
     files = {}
     for name, data in _copied_files(Path(source), weights):
-        files[name] = _write_bytes(partial / name, data)
-    files |= _write_weights(partial, weights, max_file_bytes)
+        if adapter is None or name not in _OF_WHOLE_MODELS:
+            files[name] = _write_bytes(partial / name, data)
+    if adapter is not None:
+        config = adapter.config(str(Path(source).absolute()))
+        files[CONFIG_FILE] = _write_bytes(partial / CONFIG_FILE, config)
+    files |= _write_weights(partial, weights, max_file_bytes, whole=adapter is not None)
     trainer = partial / _TRAINER
     disk.make_directory(trainer)
     digest = _write_state(trainer, facts["step"], state, max_file_bytes) if state else None
@@ -150,13 +164,13 @@ def _with_dtype(config: bytes, weights: Mapping[str, Tensor]) -> bytes:
 
 
 def _write_weights(
-    directory: Path, weights: Mapping[str, Tensor], max_file_bytes: int
+    directory: Path, weights: Mapping[str, Tensor], max_file_bytes: int, *, whole: bool
 ) -> dict[str, str]:
     """The policy in as many files as it needs; their digests."""
     check_tensors(weights)
     files: dict[str, str] = {}
     weight_map: dict[str, str] = {}
-    for file, shard in shards(weights, max_file_bytes).items():
+    for file, shard in shards(weights, max_file_bytes, whole=whole).items():
         weight_map |= dict.fromkeys(shard, file)
         files[file] = _write_tensors(directory / file, shard)
     if len(files) > 1:
@@ -257,8 +271,11 @@ class Checkpoint:
         return loaded.tensors
 
     def weights(self) -> dict[str, Tensor]:
-        """The policy, mapped."""
+        """The policy, or its adapter, mapped."""
+        adapter = self.directory / TENSORS_FILE
         with _refused(self.directory):
+            if disk.exists(adapter):
+                return map_tensors(adapter).tensors
             return map_model(self.directory)
 
 

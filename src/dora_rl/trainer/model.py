@@ -1,13 +1,15 @@
 """The policy: any causal language model of transformers, with its head applied in chunks.
 
-Master weights are float32. Parameters go by the names that the model's own checkpoint has, and
-a tied one appears once, so that what is published is what an engine expects.
+Master weights are float32. Parameters go by the names that the model's own checkpoint has, those
+of an adapter by PEFT's, and a tied one appears once, so that what is published is what an engine
+expects.
 """
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,10 @@ from dora_rl.machine.fast_paths import portable
 from dora_rl.models import cpu
 from dora_rl.models.errors import ModelError
 from dora_rl.trainer.logprobs import token_logprobs
-from dora_rl.trainer.settings import Dtype, TrainSettings
+from dora_rl.trainer.lora import dropouts, initial, inject, plain, saved_name
+from dora_rl.trainer.settings import Dtype, LoraSettings, TrainSettings
 from dora_rl.trainer.sharding import local, shard_of
+from dora_rl.weights.adapter import Adapter
 from dora_rl.weights.fingerprint import Fingerprint, probe
 from dora_rl.weights.huggingface import map_model
 from dora_rl.weights.tensors import digests, weights_digest
@@ -49,6 +53,8 @@ class Policy(nn.Module):
         config = getattr(model, "config", None)
         self.packs = getattr(config, "_attn_implementation", None) == _VARLEN
         """Whether its attention takes sequences of any length in one row, without padding."""
+        self.dropouts = dropouts(model)
+        """The dropout layers of an adapter: see `lora.dropping`."""
 
     def add_value_head(self) -> None:
         """Sets `value_head`, on the meta device: `load` gives it memory and values."""
@@ -182,14 +188,26 @@ def _kind(config: Any) -> type:
 
 @dataclass(frozen=True)
 class Source:
-    """The model directory that training starts from: the initial policy, mapped from its files."""
+    """What training starts from: a model directory, whose files are mapped, and version 0."""
 
     directory: Path
-    tensors: dict[str, Tensor]
-    names: dict[str, str]  # the checkpoint's name of each parameter of the policy
+    tensors: dict[str, Tensor]  # of version 0, by the names that versions are published with
+    names: dict[str, str]  # of those, by the parameter of the policy that is trained
+    base: dict[str, Tensor] = field(default_factory=dict)  # frozen, where versions are adapters
+    lora: LoraSettings | None = None
 
+    @cached_property
+    def adapter(self) -> Adapter | None:
+        """What versions are adapters of, if they are: the base is read once for it."""
+        if self.lora is None:
+            return None
+        base = weights_digest(self.base, digests(self.base))
+        return Adapter(base, self.lora.rank, self.lora.alpha, self.lora.target_modules)
+
+    @cached_property
     def digest(self) -> str:
-        return weights_digest(self.tensors, digests(self.tensors))
+        """Of all that training starts from, computed once: it reads all of it."""
+        return weights_digest(self.tensors, digests(self.tensors), self.adapter)
 
 
 def load(
@@ -198,14 +216,17 @@ def load(
     temperature: float,
     device: torch.device = _CPU,
     *,
-    value_head_seed: int | None = None,
+    seed: int = 0,
+    value_head: bool = False,
+    lora: LoraSettings | None = None,
     shard: Callable[[Policy], None] = lambda policy: None,
 ) -> tuple[Policy, Source]:
     """The policy in float32 on `device`, and where it came from.
 
     It is described first, without memory (the meta device); `shard` may then give each process
     its part; memory is taken for that part alone, and only its rows are read from the files.
-    With a `value_head_seed` it has a value head. Safetensors only; no code of the model's.
+    What no file has (a value head, an adapter) is drawn from the seed. Safetensors only; no code
+    of the model's.
     """
     directory = Path(directory)
     extras.require("dora-rl train", "engine", "train")
@@ -214,16 +235,34 @@ def load(
         raise ModelError(f"no config.json in `{directory}`. Give a Hugging Face model directory.")
     tensors = map_model(directory)
     model = _described(directory, train, device)
+    if lora is not None:
+        inject(model, lora)
     policy = Policy(model, train, temperature)
-    source = Source(directory, tensors, _names(policy, model, tensors, directory))
-    weights = {name: tensors[saved] for name, saved in source.names.items()}
-    if value_head_seed is not None:
+    names = _names(policy, model, tensors, directory)
+    weights = {name: tensors[saved] for name, saved in names.items()}
+    source = Source(directory, tensors, names)
+    if lora is not None:
+        source = _adapter_source(policy, directory, tensors, lora, seed)
+        weights |= {name: source.tensors[saved] for name, saved in source.names.items()}
+    if value_head:
         policy.add_value_head()
-        weights |= _value_head_weights(policy, value_head_seed)
+        weights |= _value_head_weights(policy, seed)
     shard(policy)
     _materialise(policy, device, weights)
     _check_head(policy, directory)
     return policy, source
+
+
+def _adapter_source(
+    policy: Policy, directory: Path, base: dict[str, Tensor], lora: LoraSettings, seed: int
+) -> Source:
+    """Version 0 is the adapter that changes nothing."""
+    names, shapes = {}, {}
+    for name, parameter in policy.named_parameters():
+        if (saved := saved_name(name.removeprefix("model."))) is not None:
+            names[name] = saved
+            shapes[saved] = tuple(parameter.shape)
+    return Source(directory, initial(shapes, seed), names, base, lora)
 
 
 def _described(directory: Path, train: TrainSettings, device: torch.device) -> Any:
@@ -292,7 +331,9 @@ def _names(
     names = {}
     prefix = f"{model.base_model_prefix}."
     for name, parameter in policy.named_parameters():
-        own = name.removeprefix("model.")
+        own = plain(name.removeprefix("model."))
+        if saved_name(own) is not None:
+            continue  # of an adapter
         saved = own if own in tensors else own.removeprefix(prefix)
         if saved not in tensors or tensors[saved].shape != parameter.shape:
             raise ModelError(
@@ -313,10 +354,10 @@ def _refuse_rest(
     the configuration ties to another although they differ.
     """
     prefix = f"{policy.model.base_model_prefix}."
-    first = {id(parameter): names[name] for name, parameter in policy.named_parameters()}
+    first = {id(p): names[name] for name, p in policy.named_parameters() if name in names}
     state = policy.state_dict(keep_vars=True)  # with what is tied, without what is never saved
     for name, tensor in state.items():
-        own = name.removeprefix("model.")
+        own = plain(name.removeprefix("model."))
         saved = own if own in tensors else own.removeprefix(prefix)
         if saved not in tensors:
             continue
@@ -349,7 +390,8 @@ def _check_head(policy: Policy, directory: Path) -> None:
 def other_weights(
     policy: Policy, names: Mapping[str, str], tensors: Mapping[str, Tensor]
 ) -> Iterator[None]:
-    """The policy with other weights, by their names in a checkpoint; the value head keeps its own.
+    """The policy with other weights, by the names of published ones; what is not among them (the
+    value head, the base of an adapter) stays.
 
     For forward passes without gradients. In one process no weight is copied that is float32.
     """

@@ -23,7 +23,7 @@ from dora_rl.trainer.model import VALUE_HEAD, load
 from dora_rl.trainer.optimizer import Optimizer
 from dora_rl.trainer.progress import Progress
 from dora_rl.trainer.report import StepReport
-from dora_rl.trainer.settings import Schedule, TrainSettings
+from dora_rl.trainer.settings import LoraSettings, Schedule, TrainSettings
 from dora_rl.trainer.sharding import gathered, local, shard_of
 from dora_rl.trainer.shares import Deal, Share, deal
 from dora_rl.trainer.snapshot import MASTER, Facts, Snapshot, facts_of
@@ -57,6 +57,7 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float
     total_steps: int
     seed: int
+    lora: dict[str, Any] | None = None
 
     def train_settings(self) -> TrainSettings:
         return TrainSettings.model_validate_json(msgspec.json.encode(self.train))
@@ -64,10 +65,16 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
     def algorithm_settings(self) -> AlgorithmSettings:
         return AlgorithmSettings.model_validate_json(msgspec.json.encode(self.algorithm))
 
+    def lora_settings(self) -> LoraSettings | None:
+        if self.lora is None:
+            return None
+        return LoraSettings.model_validate_json(msgspec.json.encode(self.lora))
+
     def facts(self) -> dict[str, Any]:
         """What a checkpoint must have been trained with to be continued."""
         facts = {f"train.{k}": v for k, v in self.train.items() if k not in _FREE}
         facts |= {f"algorithm.{k}": v for k, v in self.algorithm.items()}
+        facts |= {f"lora.{k}": v for k, v in (self.lora or {}).items()}
         facts |= {"max_tokens": self.max_tokens, "temperature": self.temperature, "seed": self.seed}
         if self.train_settings().schedule is not Schedule.CONSTANT:
             facts["total_steps"] = self.total_steps
@@ -97,11 +104,13 @@ class Replica:
             train,
             settings.temperature,
             world.device,
-            value_head_seed=settings.seed if algorithm.needs_values else None,
+            seed=settings.seed,
+            value_head=algorithm.needs_values,
+            lora=settings.lora_settings(),
             shard=world.shard,
         )
         self.vocab_size = self.policy.vocab_size
-        self._parameters = dict(self.policy.named_parameters())
+        self._parameters = {n: p for n, p in self.policy.named_parameters() if p.requires_grad}
         self._optimizer = Optimizer(self._parameters, train, settings.total_steps, world.total)
         self.progress = Progress()
         self._stepper = Stepper(
@@ -113,12 +122,12 @@ class Replica:
             WeightStore(Path(settings.store)),
             world,
             settings.total_steps,
+            settings.seed,
             self.progress,
         )
         self.step = 0  # steps taken: also the version of these weights
         self.report: StepReport | None = None  # of the last step
         self._world = world
-        self._digest: str | None = None
 
     def batch(self, samples: tuple[Sample, ...]) -> Batch:
         return make_batch(samples, vocab_size=self.vocab_size)
@@ -192,13 +201,13 @@ class Replica:
             return Facts(
                 step=step,
                 updates=updates,
-                model=self.model_digest(),
+                model=self.source.digest,
                 settings=self.settings.facts(),
                 report=report,
             )
 
         dtypes = {name: self._dtype(name) for name in weights}
-        return Snapshot(self.source.directory, weights, dtypes, state, facts)
+        return Snapshot(self.source, weights, dtypes, state, facts)
 
     def _copies(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         copies = {}
@@ -271,18 +280,12 @@ class Replica:
             masters[name] = shard_of(tensor, parameter)
         return masters
 
-    def model_digest(self) -> str:
-        """The initial policy's, computed once: it reads all of it."""
-        if self._digest is None:
-            self._digest = self.source.digest()
-        return self._digest
-
     def _refuse_others(self, directory: Path, facts: Facts) -> None:
-        if facts.model != self.model_digest():
+        if facts.model != self.source.digest:
             raise CheckpointError(
                 f"`{directory}` was trained from another model: its initial weights have the "
                 f"digest `{facts.model}`, those of `{self.source.directory}` have "
-                f"`{self.model_digest()}`. Name the model that the run began with."
+                f"`{self.source.digest}`. Name the model that the run began with."
             )
         mine, theirs = self.settings.facts(), facts.settings
         # Through JSON, as the checkpoint's own: tuples have become lists.

@@ -4,10 +4,11 @@ import re
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from dora_rl.config import ConfigModel
 from dora_rl.trainer.rendezvous import Address
+from dora_rl.weights.adapter import MAX_RANK
 
 
 class Schedule(StrEnum):
@@ -74,6 +75,37 @@ def refusal(device: str, processes: int, gpus: int) -> str | None:
             f'process needs its own. Lower it, or set train.device = "cpu".'
         )
     return None
+
+
+_TARGETS = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
+
+
+class LoraSettings(ConfigModel):
+    """`[model.lora]`: train an adapter of the model instead of its weights."""
+
+    rank: int = Field(default=16, ge=1, le=MAX_RANK, description="of the product that is added")
+    alpha: float = Field(default=32.0, gt=0, le=1e6, description="it is scaled by alpha / rank")
+    target_modules: tuple[str, ...] = Field(
+        default=_TARGETS, min_length=1, description="the last names of the modules that have one"
+    )
+    dropout: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="of what enters the adapter, where gradients are taken: another policy than "
+        "the one that sampled",
+    )
+
+    @field_validator("target_modules")
+    @classmethod
+    def _names(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                raise ValueError(
+                    f"target_modules must be the last names of modules: `{name}`. Use "
+                    "`q_proj`, say."
+                )
+        return tuple(sorted(set(names)))
 
 
 class TrainSettings(ConfigModel):

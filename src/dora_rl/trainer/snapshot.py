@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dora_rl.trainer import checkpoint
 from dora_rl.trainer.errors import CheckpointError
+from dora_rl.trainer.model import Source
 from dora_rl.trainer.report import StepReport
 
 MASTER = "master."  # of float32 weights, where those that are published say less
@@ -31,7 +32,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Snapshot:
     """A trainer at one moment. Nothing here changes any more; any thread may write it."""
 
-    source: Path
+    source: Source
     weights: dict[str, Tensor]  # float32, by the names of the checkpoint
     dtypes: dict[str, torch.dtype]  # that each is published in
     state: dict[str, Tensor]  # of the optimizer; the value head
@@ -46,7 +47,14 @@ class Snapshot:
             if self.dtypes[name] != torch.float32
         }
         facts = msgspec.to_builtins(self.facts())
-        checkpoint.write(directory, self.source, weights, self.state | masters, facts)
+        checkpoint.write(
+            directory,
+            self.source.directory,
+            weights,
+            self.state | masters,
+            facts,
+            adapter=self.source.adapter,
+        )
 
 
 def facts_of(found: checkpoint.Checkpoint) -> Facts:

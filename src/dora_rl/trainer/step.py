@@ -18,6 +18,7 @@ from dora_rl.core.protocol.types import Version
 from dora_rl.trainer import buckets
 from dora_rl.trainer.batches import Batch, MicroBatch, collate
 from dora_rl.trainer.errors import StepRejected
+from dora_rl.trainer.lora import dropping
 from dora_rl.trainer.model import Policy, Source, other_weights
 from dora_rl.trainer.optimizer import Optimizer, learning_rate
 from dora_rl.trainer.report import StepReport
@@ -66,6 +67,7 @@ class Stepper:
         store: WeightStore,
         world: World,
         total_steps: int,
+        seed: int,
         progress: Callable[[], None],
     ) -> None:
         self.policy = policy
@@ -76,6 +78,7 @@ class Stepper:
         self._store = store
         self._world = world
         self._total_steps = total_steps
+        self._seed = seed  # of an adapter's dropout
         self._progress = progress
         self._versions: dict[Version, LoadedWeights] = {}
 
@@ -230,28 +233,42 @@ class Stepper:
         loss = torch.zeros(())
         for number, micro in enumerate(micros):
             self._world.sync_gradients(self.policy, number == len(micros) - 1)
-            logprobs_T, entropy_T, values_T = self._forward(micro)
-            if micro.rows:
-                part, sums = self._algorithm.loss(
-                    Tokens(
-                        logprobs_T=logprobs_T,
-                        entropy_T=entropy_T,
-                        values_T=values_T,
-                        weights_T=aim.weights_T[micro.flat_T],
-                        **_known(batch, micro, scores, aim.targets),
-                    )
-                )
-                tally.add(sums, micro)
-                if first is not None and self._train.behaviour is Behaviour.ENGINE:
-                    fresh_T = batch.version_T[micro.flat_T] == first
-                    gap_T = logprobs_T.detach() - batch.rollout_logprobs_T[micro.flat_T]
-                    tally.add_gap(gap_T[fresh_T].abs())
-            else:
-                part = logprobs_T.sum() + (0.0 if values_T is None else values_T.sum())
-            part.backward()  # type: ignore[no-untyped-call]
+            place = (self._seed, self.optimizer.count, number, self._world.rank)
+            with dropping(self.policy.dropouts, *place):
+                part = self._microbatch(batch, micro, scores, aim, tally, first)
+                part.backward()  # type: ignore[no-untyped-call]
             loss += part.detach()
             self._progress()
         return float(self._world.total(loss)), self.optimizer.grad_norm()
+
+    def _microbatch(
+        self,
+        batch: Batch,
+        micro: MicroBatch,
+        scores: Scores,
+        aim: Aims,
+        tally: Tally,
+        first: int | None,
+    ) -> Tensor:
+        """This part of the loss, with its graph."""
+        logprobs_T, entropy_T, values_T = self._forward(micro)
+        if not micro.rows:
+            return logprobs_T.sum() + (0.0 if values_T is None else values_T.sum())
+        part, sums = self._algorithm.loss(
+            Tokens(
+                logprobs_T=logprobs_T,
+                entropy_T=entropy_T,
+                values_T=values_T,
+                weights_T=aim.weights_T[micro.flat_T],
+                **_known(batch, micro, scores, aim.targets),
+            )
+        )
+        tally.add(sums, micro)
+        if first is not None and self._train.behaviour is Behaviour.ENGINE:
+            fresh_T = batch.version_T[micro.flat_T] == first
+            gap_T = logprobs_T.detach() - batch.rollout_logprobs_T[micro.flat_T]
+            tally.add_gap(gap_T[fresh_T].abs())
+        return part
 
     def _mine(self, batch: Batch, rows: buckets.Rows) -> Iterator[MicroBatch]:
         """These rows in micro-batches; every process has equally many, some of them empty."""

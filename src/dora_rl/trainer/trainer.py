@@ -21,7 +21,7 @@ from dora_rl.trainer.parallel import Followers, Publish, Restore, Save, Train
 from dora_rl.trainer.progress import nothing
 from dora_rl.trainer.replica import Replica, ReplicaSettings
 from dora_rl.trainer.report import StepReport
-from dora_rl.trainer.settings import TrainSettings
+from dora_rl.trainer.settings import LoraSettings, TrainSettings
 from dora_rl.transports.weights.shared_directory import WeightStore
 
 __all__ = ["CheckpointWriter", "StepRejected", "StepReport", "Trainer"]
@@ -50,12 +50,14 @@ class Trainer:
         temperature: float,
         total_steps: int,
         seed: int,
+        lora: LoraSettings | None = None,
         progress: Callable[[], None] = nothing,
     ) -> "Trainer":
         """A trainer at version 0, the policy in `model`; nothing is published yet.
 
         `temperature` is that of sampling: logits are divided by it. `total_steps` ends the
-        schedule, and may be 0 where it is constant. `progress` is an attribute too.
+        schedule, and may be 0 where it is constant. With `lora`, an adapter of the model is trained
+        and published. `progress` is an attribute too.
         """
         if not 0 < temperature < float("inf"):
             raise TrainerError(
@@ -74,6 +76,7 @@ class Trainer:
             temperature=temperature,
             total_steps=total_steps,
             seed=seed,
+            lora=None if lora is None else lora.model_dump(mode="json"),
         )
         followers = Followers.start(settings, train.processes)
         try:
@@ -138,7 +141,13 @@ class Trainer:
         tell = self._replica.progress
         # By a thread, so that a slow disk or a lock is not taken for a hang here.
         with ThreadPoolExecutor(1, "dora-rl publication") as pool:
-            written = pool.submit(self._store.publish, version, weights, fingerprint=fingerprint)
+            written = pool.submit(
+                self._store.publish,
+                version,
+                weights,
+                fingerprint=fingerprint,
+                adapter=self._replica.source.adapter,
+            )
             tell()
             while wait([written], _TELL_S).not_done:
                 tell()

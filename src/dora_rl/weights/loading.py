@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from dora_rl.weights import disk
+from dora_rl.weights.adapter import CONFIG_FILE
 from dora_rl.weights.errors import WeightsError
 from dora_rl.weights.files import MappedFile, map_tensors
 from dora_rl.weights.header import encode_head
@@ -49,7 +50,7 @@ def open_version(directory: Path) -> LoadedWeights:
                 f"tensor `{name}` in `{directory / entry.file}` was altered: its sha256 is "
                 f"`{sha256[name]}`, the manifest has `{entry.sha256}`. {_AGAIN}"
             )
-    digest = weights_digest(tensors, sha256)
+    digest = weights_digest(tensors, sha256, manifest.adapter)
     if digest != manifest.digest:
         raise WeightsError(
             f"the weights in `{directory}` have the digest `{digest}`, the manifest has "
@@ -61,6 +62,9 @@ def open_version(directory: Path) -> LoadedWeights:
 def _check_names(directory: Path, manifest: Manifest) -> None:
     """Exactly the files of the manifest: a foreign one might be served by mistake."""
     found = set(disk.names(directory)) - {FILE_NAME}
+    if manifest.adapter is not None:
+        _check_config(directory / CONFIG_FILE, manifest.adapter.config())
+        found.remove(CONFIG_FILE)
     if foreign := sorted(found - manifest.files.keys()):
         raise WeightsError(
             f"`{directory / foreign[0]}` is not in the manifest. Remove it: nothing may be "
@@ -68,6 +72,11 @@ def _check_names(directory: Path, manifest: Manifest) -> None:
         )
     if missing := sorted(manifest.files.keys() - found):
         raise WeightsError(f"`{directory / missing[0]}` is missing. {_AGAIN}")
+
+
+def _check_config(path: Path, content: bytes) -> None:
+    if disk.read_small(path, len(content) + 1) != content:
+        raise WeightsError(f"`{path}` does not say what the manifest does. {_AGAIN}")
 
 
 def _check_file(path: Path, mapped: MappedFile, manifest: Manifest) -> None:

@@ -2,10 +2,12 @@
 
     format       2
     version      the version that this directory is
-    digest       of the weights alone: the same however they are split over files
+    digest       of the weights alone: the same however they are split over files; of an
+                 adapter, also of what it is of
     files        name -> bytes, sha256 of the whole file
     tensors      name -> file, dtype, shape, sha256 of the tensor's bytes
     fingerprint  what `fingerprint.Fingerprint` has, or null where nobody recorded one
+    adapter      what `adapter.Adapter` has, where the version is one of a base, or null
     checksum     of all of the above, so that no altered byte of the manifest passes
 
 It has one spelling: what does not read back to the same bytes was not written here. It knows
@@ -22,7 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from dora_rl.core.protocol.types import Version
+from dora_rl.weights import adapter as adapters
 from dora_rl.weights import checks, disk
+from dora_rl.weights.adapter import Adapter
 from dora_rl.weights.errors import WeightsError
 from dora_rl.weights.fingerprint import Fingerprint
 
@@ -30,7 +34,9 @@ FORMAT = 2
 FILE_NAME = "manifest.json"
 MAX_BYTES = 100_000_000  # some 400 000 tensors; also the limit of a safetensors header
 
-_KEYS = frozenset({"format", "version", "digest", "files", "tensors", "fingerprint", "checksum"})
+_KEYS = frozenset(
+    {"format", "version", "digest", "files", "tensors", "fingerprint", "adapter", "checksum"}
+)
 _FILE_KEYS = frozenset({"bytes", "sha256"})
 _TENSOR_KEYS = frozenset({"file", "dtype", "shape", "sha256"})
 _FINGERPRINT_KEYS = frozenset({"tokens", "logprobs", "dtype"})
@@ -60,11 +66,12 @@ class Manifest:
     files: Mapping[str, FileEntry]
     tensors: Mapping[str, TensorEntry]
     fingerprint: Fingerprint | None = None
+    adapter: Adapter | None = None
     digest: str = field(init=False)
 
     def __post_init__(self) -> None:
         rows = ((name, t.dtype, t.shape, t.sha256) for name, t in self.tensors.items())
-        object.__setattr__(self, "digest", digest_of(rows))
+        object.__setattr__(self, "digest", digest_of(rows, self.adapter))
 
     def encode(self) -> bytes:
         """The one spelling of this manifest."""
@@ -87,15 +94,18 @@ class Manifest:
                 "logprobs": self.fingerprint.logprobs,
                 "dtype": self.fingerprint.dtype,
             },
+            "adapter": None if self.adapter is None else self.adapter.encoded(),
         }
         return _canonical({**content, "checksum": checksum_of(content)}) + b"\n"
 
 
-def digest_of(rows: Iterable[tuple[str, str, Sequence[int], str]]) -> str:
+def digest_of(
+    rows: Iterable[tuple[str, str, Sequence[int], str]], adapter: Adapter | None = None
+) -> str:
     """The digest of weights from (name, dtype, shape, sha256 of the bytes) of each tensor."""
-    return hashlib.sha256(
-        _canonical(sorted([*row[:2], [*row[2]], row[3]] for row in rows))
-    ).hexdigest()
+    tensors: Any = sorted([*row[:2], [*row[2]], row[3]] for row in rows)
+    what = tensors if adapter is None else {"adapter": adapter.encoded(), "tensors": tensors}
+    return hashlib.sha256(_canonical(what)).hexdigest()
 
 
 def checksum_of(content: Mapping[str, Any]) -> str:
@@ -160,7 +170,8 @@ def decode(raw: bytes, where: str) -> Manifest:
         raise WeightsError(f"{where} has no tensors. Publish it again.")
     version = checks.number(content["version"], f"version in {where}")
     fingerprint = _fingerprint(content["fingerprint"], f"fingerprint in {where}")
-    manifest = Manifest(version, files, tensors, fingerprint)
+    adapter = adapters.decode(content["adapter"], f"adapter in {where}")
+    manifest = Manifest(version, files, tensors, fingerprint, adapter)
     if content["digest"] != manifest.digest:
         raise WeightsError(
             f"digest in {where} does not match its tensors: {checks.shown(content['digest'])}. "

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from dora_rl.weights import checks
+from dora_rl.weights.adapter import Adapter
 from dora_rl.weights.errors import WeightsError
 from dora_rl.weights.manifest import digest_of
 
@@ -91,9 +92,12 @@ def digests(
         return dict(zip(largest_first, pool.map(sha256, largest_first), strict=True))
 
 
-def weights_digest(tensors: Mapping[str, torch.Tensor], sha256: Mapping[str, str]) -> str:
+def weights_digest(
+    tensors: Mapping[str, torch.Tensor], sha256: Mapping[str, str], adapter: Adapter | None = None
+) -> str:
     """The digest of these weights, as a manifest has it; `sha256` is from `digests`."""
-    return digest_of(
+    rows = (
         (name, dtype_name(tensor), tuple(tensor.shape), sha256[name])
         for name, tensor in tensors.items()
     )
+    return digest_of(rows, adapter)

@@ -12,6 +12,7 @@ import torch
 
 from dora_rl.core.protocol.types import Version
 from dora_rl.weights import checks, disk
+from dora_rl.weights.adapter import CONFIG_FILE, TENSORS_FILE, Adapter
 from dora_rl.weights.errors import WeightsError
 from dora_rl.weights.fingerprint import Fingerprint
 from dora_rl.weights.header import MAX_HEADER_BYTES, encode_head
@@ -34,14 +35,21 @@ def write_version(
     tensors: Mapping[str, torch.Tensor],
     max_file_bytes: int,
     fingerprint: Fingerprint | None = None,
+    adapter: Adapter | None = None,
 ) -> Manifest:
-    """Write the files and their manifest, each synced to the disk."""
+    """Write the files and their manifest, each synced to the disk.
+
+    An adapter's are those that PEFT writes.
+    """
     files: dict[str, FileEntry] = {}
     entries: dict[str, TensorEntry] = {}
-    for file, shard in shards(tensors, max_file_bytes).items():
+    for file, shard in shards(tensors, max_file_bytes, whole=adapter is not None).items():
         files[file], written = _write_file(directory / file, shard)
         entries |= written
-    manifest = Manifest(version, files, entries, fingerprint)
+    if adapter is not None:
+        with disk.new_file(directory / CONFIG_FILE) as write:
+            write(adapter.config())
+    manifest = Manifest(version, files, entries, fingerprint, adapter)
     text = manifest.encode()
     _check_limit(len(text), MAX_BYTES, directory / FILE_NAME)
     with disk.new_file(directory / FILE_NAME) as write:
@@ -50,9 +58,15 @@ def write_version(
 
 
 def shards(
-    tensors: Mapping[str, torch.Tensor], max_file_bytes: int
+    tensors: Mapping[str, torch.Tensor], max_file_bytes: int, *, whole: bool = False
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """The tensors of each file, by the name that transformers gives it; see `split`."""
+    """The tensors of each file, by the name that transformers gives it; see `split`.
+
+    Those of an adapter are in one file, `whole`, by PEFT's name.
+    """
+    if whole:
+        (names,) = split(tensors, sum(tensor.nbytes for tensor in tensors.values()))
+        return {TENSORS_FILE: {name: tensors[name] for name in names}}
     found = split(tensors, max_file_bytes)
     files = (
         "model.safetensors"

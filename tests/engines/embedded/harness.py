@@ -9,8 +9,7 @@ import torch
 from dora_rl.core.protocol.types import TrajectoryId
 from dora_rl.engines.base import Engine
 from dora_rl.engines.embedded import EmbeddedEngine, EngineSettings
-from dora_rl.engines.embedded import engine as embedded
-from dora_rl.models.decoder import Decoder
+from dora_rl.engines.embedded import versions
 from tests.engines.contract import Harness
 from tests.engines.random_versions import Models
 
@@ -37,6 +36,7 @@ class EmbeddedHarness(Harness):
                 **{"kv_budget_tokens": 1024, **settings},
             ),
             self.models.tokenizer,
+            self.models.base,
         )
 
     def weights(self, n: int) -> Path:
@@ -53,10 +53,11 @@ class EmbeddedHarness(Harness):
 
     def fail_load(self, engine: Engine, error: type[Exception] = RuntimeError) -> None:
         """The next version finds no memory when its weights are brought into their form."""
-        plain = embedded.build
+        name = "build" if self.models.base is None else "build_adapter"
+        plain = getattr(versions, name)
 
-        def fail(*_: object, **__: object) -> Decoder:
-            embedded.build = plain  # type: ignore[attr-defined]
+        def fail(*_: object, **__: object) -> None:
+            setattr(versions, name, plain)
             raise error("asked not to load by a test")
 
-        embedded.build = fail  # type: ignore[attr-defined]
+        setattr(versions, name, fail)

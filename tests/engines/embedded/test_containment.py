@@ -215,7 +215,7 @@ def test_settings_that_make_no_sense(settings: dict[str, object], message: str) 
 
 
 @pytest.mark.parametrize("error", [MemoryError, RuntimeError])
-@pytest.mark.parametrize("where", ["build", "EmbeddedEngine._restack"])
+@pytest.mark.parametrize("where", ["build", "FullVersions._restack"])
 def test_a_version_that_finds_no_memory_is_refused(
     models: Models, where: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,7 +226,7 @@ def test_a_version_that_finds_no_memory_is_refused(
         raise error("no memory left")
 
     with monkeypatch.context() as broken:
-        broken.setattr(f"dora_rl.engines.embedded.engine.{where}", fail)
+        broken.setattr(f"dora_rl.engines.embedded.versions.{where}", fail)
         with pytest.raises(VersionRefused, match=r"version 1 .*no memory left.*Free memory"):
             engine.install(1, models.path(1))
     assert set(engine.load().versions) == {GOOD, BROKEN}

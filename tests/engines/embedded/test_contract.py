@@ -7,13 +7,18 @@ import pytest
 
 from tests.engines.contract import EngineContract, FailureContract, Harness, StopStringContract
 from tests.engines.embedded.harness import EmbeddedHarness
-from tests.engines.random_versions import Models
+from tests.engines.random_versions import AdapterModels, Models
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     root: Path = tmp_path_factory.mktemp("models")
     return Models(root, "qwen3")
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return AdapterModels(tmp_path_factory.mktemp("adapters"), "qwen3")
 
 
 class TestDeterministic(EngineContract, StopStringContract, FailureContract):
@@ -27,4 +32,13 @@ class TestNormal(EngineContract, StopStringContract, FailureContract):
     @pytest.fixture
     def harness(self, models: Models) -> Iterator[Harness]:
         with EmbeddedHarness(models, deterministic=False) as made:
+            yield made
+
+
+class TestAdapters(EngineContract, StopStringContract, FailureContract):
+    """Versions that are LoRA adapters of one base."""
+
+    @pytest.fixture(params=[True, False], ids=["deterministic", "normal"])
+    def harness(self, adapters: Models, request: pytest.FixtureRequest) -> Iterator[Harness]:
+        with EmbeddedHarness(adapters, deterministic=request.param) as made:
             yield made

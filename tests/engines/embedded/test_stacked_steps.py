@@ -4,7 +4,7 @@ import pytest
 
 from dora_rl.engines.base import Request, Sampled, Sampling
 from dora_rl.engines.embedded import EmbeddedEngine, EngineSettings
-from dora_rl.engines.embedded import engine as module
+from dora_rl.engines.embedded import versions as module
 from dora_rl.machine.fast_paths import Trial
 from tests.engines.random_versions import Models
 

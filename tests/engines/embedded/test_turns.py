@@ -41,9 +41,9 @@ def count_reads(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch) -> list
     counts: list[int] = []
     read = engine._forwarder.read
 
-    def counting(decoders: object, chunks: list[Chunk]) -> None:
+    def counting(chunks: list[Chunk]) -> None:
         counts.append(sum(chunk.count for chunk in chunks))
-        read(decoders, chunks)  # type: ignore[arg-type]
+        read(chunks)
 
     monkeypatch.setattr(engine._forwarder, "read", counting)
     return counts

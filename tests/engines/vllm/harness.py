@@ -11,7 +11,7 @@ from dora_rl.engines.vllm import create as creation
 from dora_rl.engines.vllm.backend import Backend, Emitted
 from dora_rl.engines.vllm.engine import VllmEngine
 from tests.engines.contract import Harness
-from tests.engines.random_versions import Models
+from tests.engines.random_versions import AdapterModels, Models
 from tests.engines.vllm.shape import BLOCK
 
 
@@ -32,13 +32,14 @@ class _Lent(Backend):
         self._return_to = idle
 
     def close(self) -> None:
-        assert self.used_blocks == 0 and self.running == 0
+        assert self.used_blocks == 0 and not self.running
+        for adapter in self._engine.list_loras():
+            self._engine.remove_lora(adapter)
         self._return_to.append(self)
 
 
 class VllmHarness(Harness):
     kv_unit = BLOCK
-    most_versions = 1
     exact = False
     tolerance = 1e-4
 
@@ -49,6 +50,7 @@ class VllmHarness(Harness):
         self.vocab_size = models.config.vocab_size
         self.context = models.config.context
         (self.eos,) = models.config.eos_token_ids
+        self.most_versions = 1 if models.base is None else 4
 
     def _make(self, *, deterministic: bool, **settings: Any) -> VllmEngine:
         """As `create` makes it, with an engine of vLLM that is there already, if one is."""
@@ -57,6 +59,7 @@ class VllmHarness(Harness):
             kv_dtype="float32",
             deterministic=False,
             extra={"block_size": BLOCK},
+            lora_rank=None if self.models.base is None else AdapterModels.RANK,
             **{"kv_budget_tokens": 64 * BLOCK, "prefill_chunk": 64, **settings},
         )
         plain = creation.Backend
@@ -89,10 +92,11 @@ class VllmHarness(Harness):
     def fail_load(self, engine: Engine) -> None:
         """The next version finds no memory when vLLM loads it."""
         assert isinstance(engine, VllmEngine)
-        reload = engine.backend.reload
+        backend, name = engine.backend, "reload" if self.models.base is None else "add_adapter"
+        plain = getattr(backend, name)
 
         def broken(weights: object) -> None:
-            engine.backend.reload = reload  # type: ignore[method-assign]
+            setattr(backend, name, plain)
             raise RuntimeError("asked not to load by a test")
 
-        engine.backend.reload = broken  # type: ignore[method-assign]
+        setattr(backend, name, broken)

@@ -14,4 +14,4 @@ def create(options: EngineOptions) -> EmbeddedEngine:
         prefill_chunk=options.prefill_chunk,
         deterministic=options.deterministic,
     )
-    return EmbeddedEngine.for_model(options.model, settings)
+    return EmbeddedEngine.for_model(options.model, settings, lora=options.lora_rank is not None)

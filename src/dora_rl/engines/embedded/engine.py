@@ -5,7 +5,6 @@ scheduler, and the arithmetic is elsewhere.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,43 +25,30 @@ from dora_rl.engines.base import (
     check_extension,
 )
 from dora_rl.engines.embedded import moving
-from dora_rl.engines.embedded.exactness import check_exact
 from dora_rl.engines.embedded.forwarding import Chunk, Forwarder
 from dora_rl.engines.embedded.kv import KvPool
 from dora_rl.engines.embedded.sampler import Draw, SamplingPlan, sample
 from dora_rl.engines.embedded.scheduler import Scheduler
 from dora_rl.engines.embedded.sequences import Prompt, Sequence, Stage
 from dora_rl.engines.embedded.settings import EngineSettings
+from dora_rl.engines.embedded.versions import AdapterVersions, FullVersions, Versions
 from dora_rl.engines.errors import (
     ImportRefused,
     RequestRefused,
     UnknownTrajectory,
     VersionRefused,
 )
-from dora_rl.engines.fit import check_tensors
 from dora_rl.engines.kv_room import blocks_needed
 from dora_rl.engines.noise import uniform
 from dora_rl.engines.rates import Rates
 from dora_rl.engines.requests import check_request, check_room, check_vocabulary, finish_reason
+from dora_rl.engines.version_slots import VersionSlots
 from dora_rl.models import cpu
 from dora_rl.models.config import ModelConfig, read_config
-from dora_rl.models.decoder import Decoder, build
-from dora_rl.models.linear import Layout, onednn_order
-from dora_rl.models.stacking import stacked_steps
 from dora_rl.models.tokenizer import StopStrings, Tokenizer, load_tokenizer
-from dora_rl.weights.loading import LoadedWeights, open_version
+from dora_rl.weights.loading import open_version
 
-# A version up to this size is stepped together with the others: see docs/engine.md.
-_STACKED_BYTES = 32 << 20
 _EXACT_CHUNK = 64  # prompt tokens of an exact pass: each row reads copies of its blocks
-
-
-@dataclass(frozen=True, slots=True)
-class _Live:
-    """A version in memory."""
-
-    decoder: Decoder
-    digest: str
 
 
 class EmbeddedEngine:
@@ -73,7 +59,9 @@ class EmbeddedEngine:
         config: ModelConfig,
         settings: EngineSettings | None = None,
         tokenizer: Tokenizer | None = None,
+        base: Path | None = None,
     ) -> None:
+        """With `base`, a model directory, versions are LoRA adapters of the weights there."""
         cpu.guard()
         self.config = config
         self.settings = settings or EngineSettings()
@@ -88,20 +76,24 @@ class EmbeddedEngine:
             getattr(torch, self.settings.kv_dtype),
         )
         self._scheduler = Scheduler(self._pool, self.settings.slots)
-        self._forwarder = Forwarder(config, self._pool, exact=exact)
-        self._live: dict[Version, _Live] = {}
-        self._tried = False  # whether products are exact here
-        self._small = False  # so that a step is bound by the number of operations
+        self._lora = base is not None
+        self._versions: Versions = FullVersions(config, self.settings)
+        if base is not None:
+            with torch.inference_mode():
+                self._versions = AdapterVersions(base, config, self.settings)
+        self._forwarder = Forwarder(config, self._versions, self._pool, exact=exact)
+        self._slots = VersionSlots(self.settings.version_slots)
         self._stops: dict[TrajectoryId, StopStrings] = {}
         self._plan: tuple[list[Sampling], SamplingPlan] | None = None
         self._rates = Rates()
 
     @classmethod
     def for_model(
-        cls, directory: str | Path, settings: EngineSettings | None = None
+        cls, directory: str | Path, settings: EngineSettings | None = None, *, lora: bool = False
     ) -> "EmbeddedEngine":
-        """An engine for the versions of the model in a Hugging Face directory."""
-        return cls(read_config(directory), settings, load_tokenizer(directory))
+        """An engine for the versions of the model in a Hugging Face directory, or its adapters."""
+        base = Path(directory) if lora else None
+        return cls(read_config(directory), settings, load_tokenizer(directory), base)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -110,70 +102,44 @@ class EmbeddedEngine:
             kv_export=True,
             parking=True,
             exact_noise=True,
+            lora=self._lora,
         )
 
     # Versions
 
     def install(self, version: Version, directory: Path, evict: Version | None = None) -> str:
         weights = open_version(directory)
-        if version in self._live:
-            digest = self._live[version].digest
-            if digest != weights.digest:
-                raise VersionRefused(
-                    f"version {version} is here with the digest `{digest}`: `{directory}` has "
-                    f"`{weights.digest}`. A version never changes; give the weights a new one."
-                )
-            return digest
-        full = len(self._live) >= self.settings.version_slots
-        if full and evict not in self._live:
-            raise VersionRefused(
-                f"all {self.settings.version_slots} version slots are taken, by versions "
-                f"{sorted(self._live)}. Evict one to install version {version}."
-            )
-        check_tensors(self.config, directory, weights.tensors)
+        if self._slots.has(version, weights.digest, directory):
+            return weights.digest
+        gone = self._slots.to_evict(version, evict)
+        self._versions.check(directory, weights)
         try:
-            if full and evict is not None:
-                self.evict(evict)
-            self._load(version, weights)
+            if gone is not None:
+                self.evict(gone)
+            with torch.inference_mode():
+                self._versions.load(version, weights)
         except (RuntimeError, MemoryError) as error:  # torch's own, of memory above all
-            self._live.pop(version, None)
-            self._forwarder.stack({})  # it may hold what is gone; the others are stepped apart
             raise VersionRefused(
                 f"version {version} could not be loaded from `{directory}`: "
-                f"{type(error).__name__}: {error}. Here are versions {sorted(self._live)}. Free "
-                "memory, or lower rollout.version_slots or rollout.kv_budget_tokens."
+                f"{type(error).__name__}: {error}. Here are versions "
+                f"{sorted(self._slots.digests)}. Free memory, or lower rollout.version_slots or "
+                "rollout.kv_budget_tokens."
             ) from error
+        self._slots.digests[version] = weights.digest
         return weights.digest
 
-    def _load(self, version: Version, weights: LoadedWeights) -> None:
-        """Build a version from its weights; from then on it is live."""
-        nbytes = sum(tensor.nbytes for tensor in weights.tensors.values())
-        layout = self.settings.layout_for(nbytes)
-        in_bf16 = any(tensor.dtype == torch.bfloat16 for tensor in weights.tensors.values())
-        narrow = self._narrow_rows() if in_bf16 and layout is Layout.PACKED else 0
-        with torch.inference_mode():
-            decoder = build(self.config, weights.tensors, layout, narrow_rows=narrow)
-            if self.settings.deterministic and not self._tried:  # the others have its shapes
-                check_exact(decoder, self.settings.block_tokens)
-                self._tried = True
-        self._live[version] = _Live(decoder, weights.digest)
-        self._small = layout is Layout.PACKED and nbytes <= _STACKED_BYTES
-        self._restack()
-
     def evict(self, version: Version) -> None:
-        if here := [s.id for s in self._scheduler.sequences.values() if s.version == version]:
-            raise VersionRefused(
-                f"version {version} has {len(here)} trajectories here, `{here[0]}` among them. "
-                "Let them end, or move or cancel them first."
-            )
-        if self._live.pop(version, None) is not None:
-            self._restack()
+        here = [s.id for s in self._scheduler.sequences.values() if s.version == version]
+        self._slots.check_unused(version, here)
+        self._slots.digests.pop(version, None)
+        with torch.inference_mode():
+            self._versions.drop(version)
         self._rates.forget(version)
 
     # Trajectories
 
     def submit(self, request: Request) -> None:
-        self._live_version(request.version)
+        self._slots.digest(request.version)
         if request.trajectory in self._scheduler.sequences:
             raise RequestRefused(
                 f"trajectory {request.trajectory} is here already. Cancel it first, or use "
@@ -219,16 +185,16 @@ class EmbeddedEngine:
     def export_trajectory(self, trajectory: TrajectoryId) -> bytes:
         sequence = self._sequence(trajectory)
         self._scheduler.park(sequence, ParkReason.ASKED)
-        digest = self._live[sequence.version].digest
+        digest = self._slots.digest(sequence.version)
         kv = self._scheduler.kv_of(sequence)
         return wire.encode(moving.export(self.config, sequence, digest, kv))
 
     def import_trajectory(self, data: bytes) -> TrajectoryId:
         export = wire.decode(data)
         request = export.request()
-        live = self._live.get(request.version)
-        if live is None or export.digest != live.digest:
-            here = f"has the digest `{live.digest}` here" if live else "is not installed here"
+        digest = self._slots.digests.get(request.version)
+        if digest is None or export.digest != digest:
+            here = f"has the digest `{digest}` here" if digest else "is not installed here"
             raise ImportRefused(
                 f"trajectory {export.trajectory} was sampled from version {export.version} with "
                 f"the digest `{export.digest}`, which {here}. Move it to an instance of the "
@@ -244,13 +210,12 @@ class EmbeddedEngine:
     def step(self) -> list[Output]:
         with torch.inference_mode():
             outputs = self._scheduler.schedule()
-            decoders = self._decoders()
             if chunks := self._next_chunks():
-                self._forwarder.read(decoders, chunks)
+                self._forwarder.read(chunks)
             ready = [s for s in self._scheduler.running.values() if s.ready]
             if ready:
                 ready.sort(key=lambda s: s.version)
-                outputs += self._advance(ready, self._draw(decoders, ready))
+                outputs += self._advance(ready, self._draw(ready))
         return outputs
 
     @property
@@ -263,10 +228,10 @@ class EmbeddedEngine:
 
     def load(self) -> Load:
         versions = {}
-        for version, live in self._live.items():
+        for version, digest in self._slots.digests.items():
             stages = [s.stage for s in self._scheduler.sequences.values() if s.version == version]
             versions[version] = VersionLoad(
-                digest=live.digest,
+                digest=digest,
                 running=stages.count(Stage.RUNNING),
                 waiting=stages.count(Stage.QUEUED),
                 parked=stages.count(Stage.PARKED),
@@ -284,18 +249,10 @@ class EmbeddedEngine:
     def close(self) -> None:
         for sequence in list(self._scheduler.sequences.values()):
             self._forget(sequence)
-        self._live.clear()
-        self._restack()
+        for version in list(self._slots.digests):
+            self.evict(version)
 
     # Inside
-
-    def _decoders(self) -> dict[Version, Decoder]:
-        return {version: live.decoder for version, live in self._live.items()}
-
-    def _restack(self) -> None:
-        several = self._small and len(self._live) > 1 and stacked_steps().in_force
-        with torch.inference_mode():
-            self._forwarder.stack(self._decoders() if several else {})
 
     def _next_chunks(self) -> list[Chunk]:
         """What is to be read in this step, the oldest first, within the chunk size."""
@@ -312,13 +269,13 @@ class EmbeddedEngine:
                 left -= count
         return chunks
 
-    def _draw(self, decoders: dict[Version, Decoder], sequences: list[Sequence]) -> Draw:
+    def _draw(self, sequences: list[Sequence]) -> Draw:
         plan = self._sampling_plan(sequences)
         noise = [uniform(s.request.seed, s.id, len(s.own) - 1) for s in sequences]
-        draw = sample(self._forwarder.next_logits(decoders, sequences), plan, noise)
+        draw = sample(self._forwarder.next_logits(sequences), plan, noise)
         if not all(draw.finite):
             # One row's NaN may have reached the others: again, with every row by itself.
-            logits = self._forwarder.next_logits(decoders, sequences, exact=True)
+            logits = self._forwarder.next_logits(sequences, exact=True)
             draw = sample(logits, plan, noise)
         return draw
 
@@ -337,7 +294,7 @@ class EmbeddedEngine:
                 Sampled(
                     trajectory=sequence.id,
                     version=sequence.version,
-                    digest=self._live[sequence.version].digest,
+                    digest=self._slots.digest(sequence.version),
                     tokens=(draw.tokens[row],),
                     logprobs=(draw.logprobs[row],),
                     raw_logprobs=None if raw is None else (raw,),
@@ -379,16 +336,3 @@ class EmbeddedEngine:
             raise UnknownTrajectory(
                 f"no trajectory `{trajectory}` is here. It may have finished or been cancelled."
             ) from None
-
-    def _live_version(self, version: Version) -> _Live:
-        try:
-            return self._live[version]
-        except KeyError:
-            raise VersionRefused(
-                f"version {version} is not installed; here are {sorted(self._live)}. "
-                "Install it first."
-            ) from None
-
-    def _narrow_rows(self) -> int:
-        """Rows up to which weights in bf16 are multiplied as such."""
-        return onednn_order(self.config.hidden_size, 2 * self.config.intermediate_size).value

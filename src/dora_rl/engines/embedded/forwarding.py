@@ -5,11 +5,10 @@ which blocks it reads. Nothing is scheduled and nothing sampled here.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Series
 from dataclasses import dataclass
-from itertools import chain, groupby
-from operator import itemgetter
+from itertools import chain
 from typing import TypeAlias
 
 import torch
@@ -19,15 +18,14 @@ from dora_rl.core.protocol.types import Version
 from dora_rl.engines.embedded.attention import BlockAttention, ExactAttention, Reading, causal
 from dora_rl.engines.embedded.kv import KvPool
 from dora_rl.engines.embedded.sequences import Prompt, Sequence
+from dora_rl.engines.embedded.versions import Versions
 from dora_rl.models.config import ModelConfig
-from dora_rl.models.decoder import Decoder, RowSpan, forward, logits, rotary_of
+from dora_rl.models.decoder import RowSpan, forward, logits, rotary_of
 from dora_rl.models.rope import RopeTable
-from dora_rl.models.stacking import stack
 
 # Rows of a stacked step over those that are real: with half of them empty it was slower.
 _MOST_ROWS = 1.25
 
-Decoders: TypeAlias = Mapping[Version, Decoder]
 # Attention over what is in the pool, the rows' own keys and values included.
 Read: TypeAlias = Callable[[int, Tensor], Tensor]  # (layer, q_RHD) -> out_RX
 
@@ -61,17 +59,19 @@ class _Stacking:
 
 
 class Forwarder:
-    """Runs rows through the decoders of the live versions, over one pool."""
+    """Runs rows through the weights of the live versions, over one pool."""
 
-    def __init__(self, config: ModelConfig, pool: KvPool, *, exact: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, versions: Versions, pool: KvPool, *, exact: bool
+    ) -> None:
         self._config = config
         self._pool = pool
         self._rope = RopeTable(config)
         self._scale = config.head_dim**-0.5
         self._exact = exact
-        self._stack: tuple[list[Version], Decoder] | None = None
+        self._versions = versions
 
-    def read(self, decoders: Decoders, chunks: Series[Chunk]) -> None:
+    def read(self, chunks: Series[Chunk]) -> None:
         """Compute the KV of these chunks."""
         chunks = sorted(chunks, key=lambda chunk: chunk.version)
         rows = [(chunk, index) for chunk in chunks for index in range(chunk.count)]
@@ -82,7 +82,7 @@ class Forwarder:
         else:
             read = self._read_chunks(chunks)
         self._run(
-            _spans(decoders, [(chunk.version, chunk.count) for chunk in chunks]),
+            self._versions.spans([(chunk.version, chunk.count) for chunk in chunks]),
             [token for chunk in chunks for token in chunk.tokens],
             [chunk.line.position + index for chunk, index in rows],
             [self._place(chunk.line, chunk.line.kv.tokens + index) for chunk, index in rows],
@@ -91,16 +91,14 @@ class Forwarder:
         for chunk in chunks:
             chunk.line.kv.tokens += chunk.count
 
-    def next_logits(
-        self, decoders: Decoders, sequences: Series[Sequence], *, exact: bool = False
-    ) -> Tensor:
+    def next_logits(self, sequences: Series[Sequence], *, exact: bool = False) -> Tensor:
         """Feed the last token of each; the logits of the next, in the order given.
 
         The sequences must stand by version, and have all but their last token cached; that one
         counts as cached when the caller says so. With `exact` no row can touch another, not even
         by NaN.
         """
-        spans = _spans(decoders, [(sequence.version, 1) for sequence in sequences])
+        spans = self._versions.spans([(sequence.version, 1) for sequence in sequences])
         stacking = None if self._exact or exact else self._stack_for(sequences)
         own = [self._reads_of_own(row, s, 1) for row, s in enumerate(sequences)]
         prompts = [self._reads_of_prompt(row, s.prompt) for row, s in enumerate(sequences)]
@@ -120,15 +118,12 @@ class Forwarder:
             return logits([stacking.span], hidden).index_select(0, stacking.at_R)
         return logits(spans, hidden)
 
-    def stack(self, decoders: Decoders) -> None:
-        """From now on step these versions in one batched product where that pays; none: never."""
-        self._stack = (list(decoders), stack(list(decoders.values()))) if decoders else None
-
     def _stack_for(self, sequences: Series[Sequence]) -> "_Stacking | None":
         """Where each row stands in equal blocks of rows, unless too many would be empty."""
-        if self._stack is None or sequences[0].version == sequences[-1].version:
+        stacked = self._versions.stacked
+        if stacked is None or sequences[0].version == sequences[-1].version:
             return None
-        versions, decoder = self._stack
+        versions, decoder = stacked
         counts = Counter(sequence.version for sequence in sequences)
         height = max(counts.values())
         rows = len(versions) * height
@@ -246,13 +241,3 @@ class Forwarder:
         """Block and offset of a token of the line's own KV."""
         place, offset = divmod(index, self._pool.block_tokens)
         return line.kv.blocks[place], offset
-
-
-def _spans(decoders: Decoders, rows: Series[tuple[Version, int]]) -> list[RowSpan]:
-    """Runs of rows of the same version."""
-    spans: list[RowSpan] = []
-    stop = 0
-    for version, run in groupby(rows, key=itemgetter(0)):
-        start, stop = stop, stop + sum(count for _, count in run)
-        spans.append(RowSpan(decoders[version], start, stop))
-    return spans

@@ -56,13 +56,13 @@ class EngineSettings:
             block_tokens=self.block_tokens,
         )
 
-    def layout_for(self, weights_bytes: int) -> Layout:
-        """The form of the weights, for a version of this size."""
+    def layout_for(self, weights_bytes: int, copies: int) -> Layout:
+        """The form of the weights, for so many sets of them of this size."""
         if self.deterministic:
             return Layout.TILED
         if self.layout is not None:
             return self.layout
-        packed = 3 * weights_bytes * self.version_slots
+        packed = 3 * weights_bytes * copies
         return (
             Layout.PACKED
             if packed <= cgroups.usable_memory() * _PACKED_SHARE_OF_MEMORY

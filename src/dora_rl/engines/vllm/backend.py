@@ -7,6 +7,7 @@ and nothing is under way between two steps.
 import dataclasses
 import math
 import sys
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ import torch
 import vllm  # type: ignore[import-not-found]
 from torch import Tensor
 from vllm import EngineArgs, SamplingParams
+from vllm.lora.request import LoRARequest  # type: ignore[import-not-found]
 from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found]
 from vllm.v1.engine.llm_engine import LLMEngine  # type: ignore[import-not-found]
 
@@ -25,8 +27,8 @@ from dora_rl.engines.vllm.environment import check_version
 from dora_rl.engines.vllm.raw_logits import RawLogits
 
 _PROBE = "probe"
+_FIRST = -1  # the priority of the probe; those of trajectories are their ages
 _FIXED = {
-    "load_format": "dummy",  # weights come by `reload`
     "enable_prefix_caching": True,
     "skip_tokenizer_init": True,
     "logprobs_mode": "processed_logprobs",
@@ -47,8 +49,19 @@ class Emitted(NamedTuple):
     ended: str | None  # vLLM's word for why it runs no further
 
 
+class LoadedAdapter(NamedTuple):
+    """A LoRA adapter as vLLM knows it: never the same id for two."""
+
+    id: int
+    name: str
+    path: str
+
+    def request(self) -> LoRARequest:
+        return LoRARequest(self.name, self.id, self.path)
+
+
 class Backend:
-    """One vLLM engine without weights of its own: they come by `reload`."""
+    """One vLLM engine; its weights come by `reload`, or it has a base and adapters."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         """`arguments` are those of `EngineArgs`, but for what is set here for every engine."""
@@ -59,8 +72,11 @@ class Backend:
 
     def _start(self) -> None:
         self._raw: set[str] = set()  # requests that want raw log-probabilities
+        self._backlog: deque[list[Emitted]] = deque()  # steps that a probe took
         try:
-            arguments = EngineArgs(**_FIXED, **self._arguments)
+            # One place more than is asked for, which is the probe's: an install waits for nobody.
+            places = self._arguments["max_num_seqs"] + 1
+            arguments = EngineArgs(**_FIXED, **{**self._arguments, "max_num_seqs": places})
             self._engine = LLMEngine.from_engine_args(arguments)
         except (ValueError, TypeError, NotImplementedError) as error:
             # Of the configuration; whatever else there is may be over when it is tried again.
@@ -75,6 +91,7 @@ class Backend:
         if not self._seeded:
             torch.seed()
         self._scheduler = self._engine.engine_core.engine_core.scheduler
+        self._scheduler.max_num_running_reqs -= 1
         pool = self._scheduler.kv_cache_manager.block_pool
         self.num_blocks: int = pool.num_gpu_blocks - 1  # one of them is never given out
 
@@ -94,17 +111,40 @@ class Backend:
         self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self._engine.apply_model(_pack_tied_head)
 
-    def prompt_logprobs(self, tokens: Sequence[int]) -> list[float]:
+    def add_adapter(self, adapter: LoadedAdapter) -> None:
+        """Load it beside the others; requests may be running."""
+        self._engine.add_lora(adapter.request())
+
+    def remove_adapter(self, adapter: LoadedAdapter) -> None:
+        """No request of it may be here. Unknown: does nothing."""
+        self._engine.remove_lora(adapter.id)
+
+    def prompt_logprobs(
+        self, tokens: Sequence[int], adapter: LoadedAdapter | None = None
+    ) -> list[float]:
         """The log-probability of each token but the first, given those before it.
 
-        No other request may be here.
+        Other requests go on meanwhile; the next `step` has what they got.
         """
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, temperature=0.0)
+        self._engine.add_request(
+            _PROBE,
+            {"prompt_token_ids": list(tokens)},
+            params,
+            lora_request=None if adapter is None else adapter.request(),
+            priority=_FIRST,
+        )
         found: list[Any] = []
-        self._engine.add_request(_PROBE, {"prompt_token_ids": list(tokens)}, params)
-        while self._engine.has_unfinished_requests():
-            for output in self._engine.step():
-                found = output.prompt_logprobs or found
+        self._scheduler.max_num_running_reqs += 1  # it has a place of its own: see `_start`
+        try:
+            while not found:
+                outputs: list[Any] = self._engine.step()
+                probe = [output for output in outputs if output.request_id == _PROBE]
+                self._backlog.append([e for o in outputs if o not in probe for e in self._read(o)])
+                found = probe[0].prompt_logprobs if probe else []
+        finally:
+            self._scheduler.max_num_running_reqs -= 1
+            self._engine.abort_request([_PROBE])
         return [place[token].logprob for place, token in zip(found[1:], tokens[1:], strict=True)]
 
     # Requests
@@ -119,6 +159,7 @@ class Backend:
         stop_token_ids: Sequence[int],
         seed: int,
         salt: str,
+        adapter: LoadedAdapter | None,
         priority: int,
     ) -> None:
         """Queue a request; `salt` keeps its KV apart from that of every other salt.
@@ -143,35 +184,42 @@ class Backend:
         if sampling.raw_logprobs:
             self._raw.add(request)
         prompt = {"prompt_token_ids": list(tokens), "cache_salt": salt}
-        self._engine.add_request(request, prompt, params, priority=priority)
+        lora = None if adapter is None else adapter.request()
+        self._engine.add_request(request, prompt, params, lora_request=lora, priority=priority)
 
     def abort(self, request: str) -> None:
         self._raw.discard(request)
         self._raw_logits.forget(request)
+        for number, step in enumerate(self._backlog):
+            self._backlog[number] = [emitted for emitted in step if emitted.request != request]
         self._engine.abort_request([request])
 
     def step(self) -> list[Emitted]:
         """One token for every request that runs and whose prompt is read."""
+        if self._backlog:
+            return self._backlog.popleft()
+        return [emitted for output in self._engine.step() for emitted in self._read(output)]
+
+    def _read(self, output: Any) -> list[Emitted]:
+        """What vLLM says of one request after a step."""
+        (completion,) = output.outputs
+        if not completion.token_ids and not output.finished:
+            return []
+        request, ended = output.request_id, completion.finish_reason
         emitted = []
-        for output in self._engine.step():
-            (completion,) = output.outputs
-            if not completion.token_ids and not output.finished:
-                continue
-            request, ended = output.request_id, completion.finish_reason
-            for token, logprob in zip(completion.token_ids, _logprobs(completion), strict=True):
-                raw = self._raw_logits.take(request, token) if request in self._raw else None
-                emitted.append(Emitted(request, token, logprob, raw, ended))
-            if not completion.token_ids:
-                emitted.append(Emitted(request, None, math.nan, None, ended or "abort"))
-            if output.finished:
-                self._raw.discard(request)
+        for token, logprob in zip(completion.token_ids, _logprobs(completion), strict=True):
+            raw = self._raw_logits.take(request, token) if request in self._raw else None
+            emitted.append(Emitted(request, token, logprob, raw, ended))
+        if not completion.token_ids:
+            emitted.append(Emitted(request, None, math.nan, None, ended or "abort"))
+        if output.finished:
+            self._raw.discard(request)
         return emitted
 
     @property
-    def running(self) -> int:
+    def running(self) -> list[str]:
         """Requests that have a slot."""
-        counts: tuple[int, int] = self._scheduler.get_request_counts()
-        return counts[0]
+        return [request.request_id for request in self._scheduler.running]
 
     @property
     def used_blocks(self) -> int:

@@ -7,20 +7,24 @@ import torch
 from dora_rl.core.protocol.errors import SettingsError
 from dora_rl.engines import kv_room
 from dora_rl.engines.registry import EngineOptions
+from dora_rl.engines.version_slots import VersionSlots
 from dora_rl.engines.vllm.backend import Backend
 from dora_rl.engines.vllm.engine import EngineLimits, VllmEngine
 from dora_rl.engines.vllm.settings import VllmSettings
+from dora_rl.engines.vllm.versions import AdapterVersions, FullVersion, Versions
 from dora_rl.models import cpu
 from dora_rl.models.config import ModelConfig, read_config
 from dora_rl.models.tokenizer import load_tokenizer
 
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
+
 
 def create(options: EngineOptions) -> VllmEngine:
     """Refuses what vLLM does not do; starts it without weights."""
-    if options.version_slots > 1:
+    if options.version_slots > 1 and options.lora_rank is None:
         raise SettingsError(
             "vLLM holds one full set of weights: `rollout.version_slots` and a spare slot make "
-            f"`{options.version_slots}`. Set rollout.version_slots = 1."
+            f"`{options.version_slots}`. Set rollout.version_slots = 1, or model.lora."
         )
     if options.deterministic:
         raise SettingsError(
@@ -38,8 +42,17 @@ def create(options: EngineOptions) -> VllmEngine:
     dtype = settings.dtype or config.dtype
     cpu.guard()
     backend = Backend(_arguments(options, settings, config, context=context, dtype=dtype))
-    limits = EngineLimits(options.slots, context, settings.block_size, dtype)
-    return VllmEngine(backend, config, limits, load_tokenizer(options.model))
+    versions: Versions = FullVersion(backend, config, dtype)
+    if options.lora_rank is not None:
+        versions = AdapterVersions(backend, options.model, config, dtype)
+    return VllmEngine(
+        backend,
+        versions,
+        VersionSlots(options.version_slots),
+        config,
+        EngineLimits(options.slots, context, settings.block_size),
+        load_tokenizer(options.model),
+    )
 
 
 def _arguments(
@@ -60,7 +73,21 @@ def _arguments(
         "tensor_parallel_size": settings.tensor_parallel_size,
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         **_lengths(options, settings, config, context, dtype),
+        **_weights(options),
         **settings.arguments,
+    }
+
+
+def _weights(options: EngineOptions) -> dict[str, Any]:
+    """Full sets of weights come by the engine; a base is there from the start."""
+    if options.lora_rank is None:
+        return {"load_format": "dummy"}
+    return {
+        "load_format": "safetensors",
+        "enable_lora": True,
+        "max_loras": options.version_slots,
+        "max_cpu_loras": options.version_slots,
+        "max_lora_rank": next(rank for rank in _RANKS if rank >= options.lora_rank),
     }
 
 

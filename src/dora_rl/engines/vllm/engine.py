@@ -5,19 +5,16 @@ environment said, to the end of its turn. Between turns vLLM has nothing of it; 
 is found in its prefix cache, if it is still there. Every request has an id of its own, so that what
 was cancelled can never be taken for what came after it.
 
-One full set of weights: to install a version is to replace the other. It serves only after what was
-streamed into the loader has the digest of the version, and what the weights say of a fixed text is
-what the trainer recorded when it published them.
+How a version comes in, and the proof that it is what serves, is in `versions`.
 """
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-
-from torch import Tensor
 
 from dora_rl.core.protocol.types import TrajectoryId, Version
 from dora_rl.engines.base import (
@@ -32,13 +29,7 @@ from dora_rl.engines.base import (
     check_extension,
     room,
 )
-from dora_rl.engines.errors import (
-    RequestRefused,
-    UnknownTrajectory,
-    Unsupported,
-    VersionRefused,
-)
-from dora_rl.engines.fit import check_tensors
+from dora_rl.engines.errors import RequestRefused, UnknownTrajectory, Unsupported
 from dora_rl.engines.kv_room import blocks_for
 from dora_rl.engines.rates import Rates
 from dora_rl.engines.requests import (
@@ -48,12 +39,13 @@ from dora_rl.engines.requests import (
     end_tokens,
     finish_reason,
 )
+from dora_rl.engines.version_slots import VersionSlots
 from dora_rl.engines.vllm.backend import Backend, Emitted
 from dora_rl.engines.vllm.settings import sampling_refusal
+from dora_rl.engines.vllm.versions import Versions
 from dora_rl.models.config import ModelConfig
 from dora_rl.models.tokenizer import StopStrings, Tokenizer
-from dora_rl.weights.fingerprint import probe
-from dora_rl.weights.loading import LoadedWeights, open_version
+from dora_rl.weights.loading import open_version
 
 # How far a log-probability of the fingerprint may be off: what rounding explains, with room, in the
 # coarsest dtype on the way from the trainer's products to vLLM's. In float32, 32 tokens of small
@@ -76,19 +68,12 @@ class _Live:
 
 
 @dataclass(frozen=True, slots=True)
-class _Installed:
-    version: Version
-    digest: str
-
-
-@dataclass(frozen=True, slots=True)
 class EngineLimits:
     """What this engine was made for."""
 
     slots: int
     context: int
     block_size: int
-    dtype: str  # of its products
 
 
 @dataclass(slots=True, eq=False)
@@ -96,10 +81,11 @@ class VllmEngine:
     """One rollout instance in this process; see `dora_rl.engines.base.Engine`."""
 
     backend: Backend
+    versions: Versions
+    slots: VersionSlots
     config: ModelConfig
     limits: EngineLimits
     tokenizer: Tokenizer | None
-    _installed: _Installed | None = field(init=False, default=None)
     _live: dict[TrajectoryId, _Live] = field(init=False, default_factory=dict)
     _sampling: dict[str, _Live] = field(init=False, default_factory=dict)  # by vLLM's ids
     _ages: Iterator[int] = field(init=False, default_factory=count)
@@ -108,90 +94,33 @@ class VllmEngine:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(version_slots=1)
+        return Capabilities(version_slots=self.slots.count, lora=self.versions.lora)
 
     # Versions
 
     def install(self, version: Version, directory: Path, evict: Version | None = None) -> str:
         weights = open_version(directory)
-        here = self._installed
-        if here is not None and here.version == version:
-            if here.digest != weights.digest:
-                raise VersionRefused(
-                    f"version {version} is here with the digest `{here.digest}`: `{directory}` has "
-                    f"`{weights.digest}`. A version never changes; give the weights a new one."
-                )
-            return here.digest
-        if here is not None and here.version != evict:
-            raise VersionRefused(
-                f"vLLM holds one version at a time, and version {here.version} is here. Evict it "
-                f"to install version {version}."
-            )
-        check_tensors(self.config, directory, weights.tensors)
-        fingerprint = weights.manifest.fingerprint
-        if fingerprint is None or fingerprint.tokens != probe(self.config.vocab_size):
-            raise VersionRefused(
-                f"version {version} in `{directory}` has no fingerprint of this model's probe, so "
-                "that nothing could prove that vLLM serves it. Publish it with one, as the trainer "
-                "does."
-            )
-        if here is not None:
-            self.evict(here.version)
-        try:
-            self._load(version, weights)
-        except VersionRefused:
-            self.backend.restart()
-            raise
-        except Exception as error:  # whatever vLLM's loader meets
-            self.backend.restart()
-            raise VersionRefused(
-                f"version {version} could not be loaded from `{directory}`: "
-                f"{type(error).__name__}: {error}. No version is here now."
-            ) from error
-        self._installed = _Installed(version, weights.digest)
+        if self.slots.has(version, weights.digest, directory):
+            return weights.digest
+        gone = self.slots.to_evict(version, evict)
+        self.versions.check(directory, weights)
+        if gone is not None:
+            self.evict(gone)
+        self.versions.load(version, directory, weights)
+        self.slots.digests[version] = weights.digest
         return weights.digest
 
-    def _load(self, version: Version, weights: LoadedWeights) -> None:
-        """Stream the weights that were checked into vLLM, and prove that they arrived."""
-        streamed: set[str] = set()
-
-        def stream() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in weights.tensors.items():
-                yield name, tensor
-                streamed.add(name)
-
-        self.backend.reload(stream())
-        if missing := sorted(weights.tensors.keys() - streamed):
-            raise VersionRefused(
-                f"vLLM did not take tensor `{missing[0]}` of version {version}, and "
-                f"{len(missing) - 1} others. No version is here now."
-            )
-        fingerprint = weights.manifest.fingerprint
-        assert fingerprint is not None
-        gap = fingerprint.distance(self.backend.prompt_logprobs(fingerprint.tokens))
-        stored = {DTYPES[entry.dtype] for entry in weights.manifest.tensors.values()}
-        bound = max(TOLERANCES[dtype] for dtype in (self.limits.dtype, fingerprint.dtype, *stored))
-        if not gap <= bound:
-            raise VersionRefused(
-                f"vLLM does not compute with the weights of version {version}: a log-probability "
-                f"of its fingerprint is off by `{gap:.3g}`, and {bound} would be rounding. No "
-                "version is here now."
-            )
-
     def evict(self, version: Version) -> None:
-        if here := [t for t, live in self._live.items() if live.request.version == version]:
-            raise VersionRefused(
-                f"version {version} has {len(here)} trajectories here, `{here[0]}` among them. "
-                "Let them end, or move or cancel them first."
-            )
-        if self._installed is not None and self._installed.version == version:
-            self._installed = None
+        here = [t for t, live in self._live.items() if live.request.version == version]
+        self.slots.check_unused(version, here)
+        if self.slots.digests.pop(version, None) is not None:
+            self.versions.drop(version)
         self._rates.forget(version)
 
     # Trajectories
 
     def submit(self, request: Request) -> None:
-        self._digest(request.version)
+        self.slots.digest(request.version)
         if request.trajectory in self._live:
             raise RequestRefused(
                 f"trajectory {request.trajectory} is here already. Cancel it first, or use "
@@ -219,7 +148,8 @@ class VllmEngine:
             max_tokens=room(sampling.max_tokens, self.context, len(request.prompt), len(response)),
             stop_token_ids=end_tokens(request, self.config),
             seed=_seed(request, len(response)),
-            salt=self._digest(request.version),
+            salt=self.slots.digest(request.version),
+            adapter=self.versions.adapter(request.version),
             priority=live.age,  # the oldest first, also after a turn
         )
         live.id = name
@@ -283,7 +213,7 @@ class VllmEngine:
         return Sampled(
             trajectory=trajectory,
             version=request.version,
-            digest=self._digest(request.version),
+            digest=self.slots.digest(request.version),
             tokens=(emitted.token,),
             # Greedy draws from one token alone, whatever vLLM reports of it.
             logprobs=(0.0 if sampling.temperature == 0 else min(emitted.logprob, 0.0),),
@@ -311,22 +241,28 @@ class VllmEngine:
         return not self._sampling
 
     def load(self) -> Load:
-        versions = {}
-        if self._installed is not None:
-            held = sum(live.held for live in self._live.values())
-            running = self.backend.running
-            versions[self._installed.version] = VersionLoad(
-                digest=self._installed.digest,
-                running=running,
-                waiting=len(self._sampling) - running,
+        held = Counter(live.request.version for live in self._live.values() if live.held)
+        sampling = Counter(live.request.version for live in self._sampling.values())
+        running = Counter(
+            self._sampling[name].request.version
+            for name in self.backend.running
+            if name in self._sampling
+        )
+        versions = {
+            version: VersionLoad(
+                digest=digest,
+                running=running[version],
+                waiting=sampling[version] - running[version],
                 parked=0,
-                tokens_per_s=self._rates.tokens_per_s(self._installed.version),
-                held=held,
+                tokens_per_s=self._rates.tokens_per_s(version),
+                held=held[version],
             )
+            for version, digest in self.slots.digests.items()
+        }
         block = self.limits.block_size
         return Load(
             slots=self.limits.slots,
-            version_slots=1,
+            version_slots=self.slots.count,
             kv_used_tokens=self.backend.used_blocks * block,
             kv_budget_tokens=self.backend.num_blocks * block,
             versions=versions,
@@ -335,7 +271,7 @@ class VllmEngine:
     def close(self) -> None:
         for trajectory in list(self._live):
             self.cancel(trajectory)
-        self._installed = None
+        self.slots.digests.clear()
         self.backend.close()
 
     # What vLLM cannot
@@ -358,15 +294,6 @@ class VllmEngine:
             raise UnknownTrajectory(
                 f"no trajectory `{trajectory}` is here. It may have finished or been cancelled."
             ) from None
-
-    def _digest(self, version: Version) -> str:
-        here = self._installed
-        if here is None or here.version != version:
-            found = "none" if here is None else f"version {here.version}"
-            raise VersionRefused(
-                f"version {version} is not installed; here is {found}. Install it first."
-            )
-        return here.digest
 
     def _check(self, request: Request) -> None:
         """Refuse what this engine can never serve: vLLM would stop all requests for some of it."""

@@ -73,6 +73,7 @@ def make_engine(config: RunConfig, model: Path) -> Engine:
             prefill_chunk=rollout.prefill_chunk,
             deterministic=config.deterministic,
             device=rollout.device,
+            lora_rank=None if config.model.lora is None else config.model.lora.rank,
             extra=rollout.engine_options,
         ),
     )

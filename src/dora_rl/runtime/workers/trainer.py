@@ -66,6 +66,7 @@ class TrainerWorker:
             temperature=config.rollout.temperature,
             total_steps=config.run.steps,
             seed=config.run.seed,
+            lora=config.model.lora,
             progress=progress,
         )
         try:

@@ -1,6 +1,7 @@
 """The weight store: a directory with one directory for each version, complete or not there.
 
-    version-00000007/   manifest.json and safetensors files, never changed
+    version-00000007/   manifest.json and safetensors files, never changed; of an adapter, the
+                        files of PEFT
     .lock               held while publishing; its holder sweeps what the dead left
 
 A version appears by one rename, after all of it is on the disk, and disappears by one.
@@ -14,6 +15,7 @@ import torch
 
 from dora_rl.core.protocol.types import Version
 from dora_rl.weights import disk
+from dora_rl.weights.adapter import Adapter
 from dora_rl.weights.errors import WeightsError
 from dora_rl.weights.fingerprint import Fingerprint
 from dora_rl.weights.huggingface import map_model
@@ -75,9 +77,12 @@ class WeightStore:
         tensors: Mapping[str, torch.Tensor],
         *,
         fingerprint: Fingerprint | None = None,
+        adapter: Adapter | None = None,
         max_file_bytes: int = MAX_FILE_BYTES,
     ) -> Manifest:
         """Write a version and make it visible, whole and on the disk, or not at all.
+
+        With `adapter`, the tensors are those of a LoRA adapter, by PEFT's names.
 
         The same weights again change nothing; other weights under a published version are
         refused. The tensors must not change meanwhile. Each name gets bytes of its own:
@@ -91,8 +96,8 @@ class WeightStore:
         with disk.locked(self.root / _LOCK, self._lock_timeout_s):
             sweep(self.root, PUBLISHING, DELETED)
             if disk.exists(target):
-                return self._same(version, tensors)
-            return self._write(version, tensors, max_file_bytes, fingerprint)
+                return self._same(version, tensors, adapter)
+            return self._write(version, tensors, max_file_bytes, fingerprint, adapter)
 
     def publish_directory(
         self, version: Version, directory: Path, *, max_file_bytes: int = MAX_FILE_BYTES
@@ -115,11 +120,14 @@ class WeightStore:
         tensors: Mapping[str, torch.Tensor],
         max_file_bytes: int,
         fingerprint: Fingerprint | None,
+        adapter: Adapter | None,
     ) -> Manifest:
         partial, target = hidden(self.root, PUBLISHING), self.path(version)
         try:
             disk.make_directory(partial)
-            manifest = write_version(partial, version, tensors, max_file_bytes, fingerprint)
+            manifest = write_version(
+                partial, version, tensors, max_file_bytes, fingerprint, adapter
+            )
             disk.sync_directory(partial)
             disk.rename(partial, target)
             disk.sync_directory(self.root)
@@ -132,10 +140,12 @@ class WeightStore:
             raise
         return manifest
 
-    def _same(self, version: Version, tensors: Mapping[str, torch.Tensor]) -> Manifest:
+    def _same(
+        self, version: Version, tensors: Mapping[str, torch.Tensor], adapter: Adapter | None
+    ) -> Manifest:
         """The manifest of a published version, if these are its weights and it is sound."""
         manifest = read_manifest(self.path(version))
-        digest = weights_digest(tensors, digests(tensors, ready))
+        digest = weights_digest(tensors, digests(tensors, ready), adapter)
         if digest != manifest.digest:
             raise WeightsError(
                 f"version {version} is published with other weights: `{self.path(version)}` "

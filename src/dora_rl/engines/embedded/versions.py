@@ -1,0 +1,161 @@
+"""The versions that are in memory, and which rows of a batch go through whose weights.
+
+full       every version has a decoder of its own; rows of small ones are stepped together
+adapters   one base for all rows, and what the adapter of each version adds to its own
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from dora_rl.core.protocol.types import Version
+from dora_rl.engines.embedded.exactness import check_exact
+from dora_rl.engines.embedded.settings import EngineSettings
+from dora_rl.engines.fit import check_adapter, check_tensors
+from dora_rl.models.adapters import AdapterSpan, AdapterWeights, adapted, build_adapter
+from dora_rl.models.config import ModelConfig
+from dora_rl.models.decoder import Decoder, RowSpan, build
+from dora_rl.models.linear import Layout, onednn_order
+from dora_rl.models.stacking import stack, stacked_steps
+from dora_rl.weights.huggingface import map_model
+from dora_rl.weights.loading import LoadedWeights
+from dora_rl.weights.tensors import digests, weights_digest
+
+# A version up to this size is stepped together with the others: see docs/engine.md.
+_STACKED_BYTES = 32 << 20
+
+
+class Versions(Protocol):
+    """Weights by version; `load` adds one, `drop` forgets it."""
+
+    def check(self, directory: Path, weights: LoadedWeights) -> None:
+        """Refuse what is no version of this engine's model."""
+
+    def load(self, version: Version, weights: LoadedWeights) -> None:
+        """From then on it is live. What fails for want of memory leaves the others as they are."""
+
+    def drop(self, version: Version) -> None:
+        """Unknown: does nothing."""
+
+    def spans(self, rows: Sequence[tuple[Version, int]]) -> list[RowSpan]:
+        """The weights of a batch whose rows, so many of each version, stand by version."""
+
+    @property
+    def stacked(self) -> tuple[list[Version], Decoder] | None:
+        """All of them as one decoder, where a step is bound by the number of operations."""
+
+
+class FullVersions:
+    """Every version a full set of weights."""
+
+    def __init__(self, config: ModelConfig, settings: EngineSettings) -> None:
+        self._config = config
+        self._settings = settings
+        self._decoders: dict[Version, Decoder] = {}
+        self._tried = False  # whether products are exact here
+        self._small = False  # so that a step is bound by the number of operations
+        self.stacked: tuple[list[Version], Decoder] | None = None
+
+    def check(self, directory: Path, weights: LoadedWeights) -> None:
+        check_adapter(None, directory, weights)
+        check_tensors(self._config, directory, weights.tensors)
+
+    def load(self, version: Version, weights: LoadedWeights) -> None:
+        nbytes = sum(tensor.nbytes for tensor in weights.tensors.values())
+        layout = self._settings.layout_for(nbytes, self._settings.version_slots)
+        try:
+            decoder = build_decoder(self._config, weights.tensors, layout)
+            if self._settings.deterministic and not self._tried:  # the others have its shapes
+                check_exact(decoder, self._settings.block_tokens)
+                self._tried = True
+            self._decoders[version] = decoder
+            self._small = layout is Layout.PACKED and nbytes <= _STACKED_BYTES
+            self._restack()
+        except BaseException:
+            self._decoders.pop(version, None)
+            self.stacked = None  # it may hold what is gone; the others are stepped apart
+            raise
+
+    def drop(self, version: Version) -> None:
+        if self._decoders.pop(version, None) is not None:
+            self._restack()
+
+    def spans(self, rows: Sequence[tuple[Version, int]]) -> list[RowSpan]:
+        return [RowSpan(self._decoders[version], *place) for version, place in runs(rows)]
+
+    def _restack(self) -> None:
+        self.stacked = None  # what it held may be gone, and its memory is needed
+        if self._small and len(self._decoders) > 1 and stacked_steps().in_force:
+            self.stacked = list(self._decoders), stack(list(self._decoders.values()))
+
+
+class AdapterVersions:
+    """Every version a LoRA adapter of one base, which is in memory from the start."""
+
+    stacked = None
+
+    def __init__(self, directory: Path, config: ModelConfig, settings: EngineSettings) -> None:
+        base = map_model(directory)
+        check_tensors(config, directory, base)
+        self._digest = weights_digest(base, digests(base))
+        self._config = config
+        self._layout = settings.layout_for(sum(tensor.nbytes for tensor in base.values()), 1)
+        self._base = build_decoder(config, base, self._layout)
+        self._shapes = config.tensors()
+        self._block_tokens = settings.block_tokens
+        self._tried = not settings.deterministic
+        self._adapters: dict[Version, AdapterWeights] = {}
+        self._last: tuple[list[tuple[Version, int]], list[RowSpan]] | None = None
+
+    def check(self, directory: Path, weights: LoadedWeights) -> None:
+        check_adapter(self._digest, directory, weights, self._shapes)
+
+    def load(self, version: Version, weights: LoadedWeights) -> None:
+        adapter = weights.manifest.adapter
+        assert adapter is not None, "checked before"
+        layers = self._config.num_layers
+        built = build_adapter(self._shapes, adapter, weights.tensors, self._layout, layers)
+        if not self._tried:
+            check_exact(_with(self._base, built), self._block_tokens)
+            self._tried = True
+        self._adapters[version] = built
+
+    def drop(self, version: Version) -> None:
+        self._adapters.pop(version, None)
+        self._last = None
+
+    def spans(self, rows: Sequence[tuple[Version, int]]) -> list[RowSpan]:
+        asked = list(rows)
+        if self._last is None or self._last[0] != asked:  # most steps have the rows of the last
+            of = [AdapterSpan(self._adapters[version], *place) for version, place in runs(rows)]
+            self._last = asked, [RowSpan(adapted(self._base, of), 0, of[-1].stop)]
+        return self._last[1]
+
+
+def _with(base: Decoder, adapter: AdapterWeights) -> Decoder:
+    """All rows of a batch, however many, have this adapter."""
+    return adapted(base, [AdapterSpan(adapter, 0, 1 << 31)])
+
+
+def build_decoder(
+    config: ModelConfig, tensors: Mapping[str, torch.Tensor], layout: Layout
+) -> Decoder:
+    """Weights in the form that serves best here."""
+    in_bf16 = any(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
+    narrow = 0
+    if in_bf16 and layout is Layout.PACKED:  # rows up to which they are multiplied as they are
+        narrow = onednn_order(config.hidden_size, 2 * config.intermediate_size).value
+    return build(config, tensors, layout, narrow_rows=narrow)
+
+
+def runs(rows: Sequence[tuple[Version, int]]) -> list[tuple[Version, tuple[int, int]]]:
+    """Where the rows of each version begin and end."""
+    found, stop = [], 0
+    for version, run in groupby(rows, key=itemgetter(0)):
+        start, stop = stop, stop + sum(count for _, count in run)
+        found.append((version, (start, stop)))
+    return found

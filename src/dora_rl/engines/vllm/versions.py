@@ -1,0 +1,179 @@
+"""How a version comes into vLLM, and the proof that it is what serves.
+
+    full       one set of weights, streamed through vLLM's own reload: what comes replaces the other
+    adapters   LoRA adapters of one base, as many as there are slots, each with an id of its own
+
+Either way a version serves only after what the weights say of a fixed text is what the trainer
+recorded when it published them; of full weights, also every tensor must have been taken.
+"""
+
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from dora_rl.core.protocol.types import Version
+from dora_rl.engines.errors import VersionRefused
+from dora_rl.engines.fit import check_adapter, check_tensors
+from dora_rl.engines.vllm.backend import Backend, LoadedAdapter
+from dora_rl.models.config import ModelConfig
+from dora_rl.weights.fingerprint import probe
+from dora_rl.weights.huggingface import map_model
+from dora_rl.weights.loading import LoadedWeights
+from dora_rl.weights.tensors import digests, weights_digest
+
+# How far a log-probability of the fingerprint may be off: what rounding explains, with room, in the
+# coarsest dtype on the way from the trainer's products to vLLM's. In float32, 32 tokens of small
+# models were off by 2e-5 at most; of bfloat16, docs/engine.md has 0.15.
+TOLERANCES = {"float32": 0.02, "float16": 0.25, "bfloat16": 1.0}
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # as manifests have them
+
+
+class Versions(Protocol):
+    """The weights of the live versions, in vLLM."""
+
+    @property
+    def lora(self) -> bool: ...
+
+    def check(self, directory: Path, weights: LoadedWeights) -> None:
+        """Refuse what is no version of this engine's model."""
+
+    def load(self, version: Version, directory: Path, weights: LoadedWeights) -> None:
+        """Bring it in and prove it; if that fails, it is not there, and `VersionRefused` raised."""
+
+    def drop(self, version: Version) -> None:
+        """Unknown: does nothing."""
+
+    def adapter(self, version: Version) -> LoadedAdapter | None:
+        """What the requests of a version must name, if anything."""
+
+
+class FullVersion:
+    """One version at a time; vLLM is started without weights."""
+
+    lora = False
+
+    def __init__(self, backend: Backend, config: ModelConfig, dtype: str) -> None:
+        self._backend = backend
+        self._config = config
+        self._dtype = dtype
+
+    def check(self, directory: Path, weights: LoadedWeights) -> None:
+        check_adapter(None, directory, weights)
+        check_tensors(self._config, directory, weights.tensors)
+        _check_probe(self._config, directory, weights)
+
+    def load(self, version: Version, directory: Path, weights: LoadedWeights) -> None:
+        try:
+            self._stream(version, weights)
+            _prove(self._backend, version, weights, self._dtype)
+        except VersionRefused:
+            self._backend.restart()
+            raise
+        except Exception as error:  # whatever vLLM's loader meets
+            self._backend.restart()
+            raise _not_loaded(version, directory, error) from error
+
+    def _stream(self, version: Version, weights: LoadedWeights) -> None:
+        """The weights that were checked, into vLLM."""
+        streamed: set[str] = set()
+
+        def stream() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights.tensors.items():
+                yield name, tensor
+                streamed.add(name)
+
+        self._backend.reload(stream())
+        if missing := sorted(weights.tensors.keys() - streamed):
+            raise VersionRefused(
+                f"vLLM did not take tensor `{missing[0]}` of version {version}, and "
+                f"{len(missing) - 1} others. It is not here."
+            )
+
+    def drop(self, version: Version) -> None:
+        pass  # replaced by what comes
+
+    def adapter(self, version: Version) -> None:
+        return None
+
+
+class AdapterVersions:
+    """Adapters of the weights that vLLM was started with."""
+
+    lora = True
+
+    def __init__(self, backend: Backend, model: Path, config: ModelConfig, dtype: str) -> None:
+        base = map_model(model)
+        check_tensors(config, model, base)
+        self._base = weights_digest(base, digests(base))
+        self._backend = backend
+        self._config = config
+        self._dtype = dtype
+        # vLLM keeps what it has of an id, whatever the path: no version has that of another.
+        self._ids = count(1)
+        self._adapters: dict[Version, LoadedAdapter] = {}
+
+    def check(self, directory: Path, weights: LoadedWeights) -> None:
+        check_adapter(self._base, directory, weights, self._config.tensors())
+        _check_probe(self._config, directory, weights)
+
+    def load(self, version: Version, directory: Path, weights: LoadedWeights) -> None:
+        adapter = LoadedAdapter(next(self._ids), weights.digest, str(directory))
+        try:
+            self._backend.add_adapter(adapter)
+            _prove(self._backend, version, weights, self._dtype, adapter)
+        except VersionRefused:
+            self._backend.remove_adapter(adapter)
+            raise
+        except Exception as error:  # whatever vLLM's loader meets
+            self._backend.remove_adapter(adapter)
+            raise _not_loaded(version, directory, error) from error
+        self._adapters[version] = adapter
+
+    def drop(self, version: Version) -> None:
+        adapter = self._adapters.pop(version, None)
+        if adapter is not None:
+            self._backend.remove_adapter(adapter)
+
+    def adapter(self, version: Version) -> LoadedAdapter:
+        return self._adapters[version]
+
+
+def _check_probe(config: ModelConfig, directory: Path, weights: LoadedWeights) -> None:
+    fingerprint = weights.manifest.fingerprint
+    if fingerprint is None or fingerprint.tokens != probe(config.vocab_size):
+        raise VersionRefused(
+            f"version {weights.manifest.version} in `{directory}` has no fingerprint of this "
+            "model's probe, so that nothing could prove that vLLM serves it. Publish it with one, "
+            "as the trainer does."
+        )
+
+
+def _prove(
+    backend: Backend,
+    version: Version,
+    weights: LoadedWeights,
+    dtype: str,
+    adapter: LoadedAdapter | None = None,
+) -> None:
+    """Compare what vLLM says of the probe with what the trainer recorded."""
+    fingerprint = weights.manifest.fingerprint
+    assert fingerprint is not None, "checked before"
+    gap = fingerprint.distance(backend.prompt_logprobs(fingerprint.tokens, adapter))
+    stored = {DTYPES[entry.dtype] for entry in weights.manifest.tensors.values()}
+    bound = max(TOLERANCES[name] for name in (dtype, fingerprint.dtype, *stored))
+    if not gap <= bound:
+        raise VersionRefused(
+            f"vLLM does not compute with the weights of version {version}: a log-probability "
+            f"of its fingerprint is off by `{gap:.3g}`, and {bound} would be rounding. It is not "
+            "here."
+        )
+
+
+def _not_loaded(version: Version, directory: Path, error: Exception) -> VersionRefused:
+    return VersionRefused(
+        f"version {version} could not be loaded from `{directory}`: {type(error).__name__}: "
+        f"{error}. It is not here."
+    )

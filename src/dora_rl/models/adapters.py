@@ -1,0 +1,138 @@
+"""LoRA adapters over one decoder: rows of several versions go through the base in one batch.
+
+Only what an adapter adds to a product looks at the version of a row: two thin products more, for
+each run of rows of the same version. The adapters of matrices that are multiplied side by side
+(q, k and v, say) are joined like them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dora_rl.models.decoder import Decoder, Layer
+from dora_rl.models.linear import Layout, Linear, Tiled
+from dora_rl.weights.adapter import Adapter, tensor_names
+
+# The products of a layer, and the modules whose outputs each has side by side.
+PRODUCTS = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "out": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+
+
+class Delta(Protocol):
+    """What an adapter adds to one product."""
+
+    def add_to(self, out_RO: Tensor, x_RI: Tensor) -> None: ...
+
+
+class _Plain:
+    """By the fastest products, in float32."""
+
+    def __init__(self, down_AI: Tensor, up_OA: Tensor) -> None:
+        self._down_IA = down_AI.t().contiguous()
+        self._up_AO = up_OA.t().contiguous()
+
+    def add_to(self, out_RO: Tensor, x_RI: Tensor) -> None:
+        out_RO.addmm_(torch.mm(x_RI, self._down_IA), self._up_AO)
+
+
+class _Exact:
+    """Bit by bit the same for a row, whatever rows there are beside it."""
+
+    def __init__(self, down_AI: Tensor, up_OA: Tensor) -> None:
+        self._down, self._up = Tiled([down_AI], None), Tiled([up_OA], None)
+
+    def add_to(self, out_RO: Tensor, x_RI: Tensor) -> None:
+        out_RO += self._up(self._down(x_RI))
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterWeights:
+    """One version: for each layer, what it adds to which product."""
+
+    layers: tuple[Mapping[str, Delta], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSpan:
+    """Rows `start` to `stop` of a batch, which have this adapter."""
+
+    weights: AdapterWeights
+    start: int
+    stop: int
+
+
+class Adapted:
+    """A product of the base for all rows, and what each row's own adapter adds."""
+
+    def __init__(self, base: Linear, deltas: Sequence[tuple[slice, Delta]]) -> None:
+        self._base = base
+        self._deltas = deltas
+
+    def __call__(self, x_RI: Tensor) -> Tensor:
+        out_RO = self._base(x_RI)
+        for rows, delta in self._deltas:
+            delta.add_to(out_RO[rows], x_RI[rows])
+        return out_RO
+
+
+def build_adapter(
+    shapes: Mapping[str, tuple[int, ...]],
+    adapter: Adapter,
+    tensors: Mapping[str, Tensor],
+    layout: Layout,
+    num_layers: int,
+) -> AdapterWeights:
+    """An adapter of checked tensors; `shapes` are those of the base's."""
+    kind = _Exact if layout is Layout.TILED else _Plain
+
+    def delta(layer: int, modules: Sequence[str]) -> Delta | None:
+        names = [f"model.layers.{layer}.{module}" for module in modules]
+        if not any(name.rpartition(".")[2] in adapter.targets for name in names):
+            return None
+        downs, ups = [], []
+        for name in names:
+            outputs, inputs = shapes[f"{name}.weight"]
+            down, up = tensor_names(name)
+            if down in tensors:
+                downs.append(tensors[down].float())
+                ups.append(tensors[up].float() * adapter.scale)
+            else:  # a neighbour has one: nothing of rank 0
+                downs.append(torch.zeros(0, inputs))
+                ups.append(torch.zeros(outputs, 0))
+        return kind(torch.cat(downs), torch.block_diag(*ups))  # type: ignore[no-untyped-call]
+
+    def deltas(layer: int) -> dict[str, Delta]:
+        found = {product: delta(layer, modules) for product, modules in PRODUCTS.items()}
+        return {product: one for product, one in found.items() if one is not None}
+
+    return AdapterWeights(tuple(deltas(layer) for layer in range(num_layers)))
+
+
+def adapted(base: Decoder, spans: Sequence[AdapterSpan]) -> Decoder:
+    """The base for a batch whose rows have these adapters."""
+
+    def product(index: int, name: str, linear: Linear) -> Linear:
+        found = [
+            (slice(span.start, span.stop), delta)
+            for span in spans
+            if (delta := span.weights.layers[index].get(name)) is not None
+        ]
+        return Adapted(linear, found) if found else linear
+
+    def layer(index: int, of_base: Layer) -> Layer:
+        return replace(
+            of_base,
+            qkv=product(index, "qkv", of_base.qkv),
+            out=product(index, "out", of_base.out),
+            gate_up=product(index, "gate_up", of_base.gate_up),
+            down=product(index, "down", of_base.down),
+        )
+
+    return replace(base, layers=tuple(layer(i, one) for i, one in enumerate(base.layers)))
