@@ -154,7 +154,8 @@ class TurnTests:
         load = drive.engine.load()
         assert (load.versions[OLD].held, load.versions[MID].held) == (1, 0)
         assert (load.running, load.waiting, load.versions[OLD].parked) == (0, 0, 0)
-        assert load.kv_used_tokens >= PROMPT
+        if drive.engine.capabilities.parking:  # else what was read may be read anew
+            assert load.kv_used_tokens >= PROMPT
         assert drive.engine.idle
         assert drive.step(2) == []
         with pytest.raises(VersionRefused, match=rf"\b{OLD}\b"):

@@ -22,10 +22,14 @@ class Fingerprint:
     dtype: str = "float32"
     """Of the products that they were computed with."""
 
-    def distance(self, logprobs: Sequence[float]) -> float:
-        """The largest difference of a log-probability; infinite where one is no number."""
-        pairs = zip(self.logprobs, logprobs, strict=True)
-        gaps = [abs(recorded - found) for recorded, found in pairs]
+    def distance(self, logprobs: Sequence[float], places: Sequence[int] | None = None) -> float:
+        """The largest difference of a log-probability; infinite where one is no number.
+
+        They are those of the tokens at `places`, or of all but the first.
+        """
+        places = range(1, len(self.tokens)) if places is None else places
+        pairs = zip(places, logprobs, strict=True)
+        gaps = [abs(self.logprobs[place - 1] - found) for place, found in pairs]
         return max(gaps) if all(map(math.isfinite, gaps)) else math.inf
 
 

@@ -8,8 +8,7 @@ import torch
 
 from dora_rl.core.protocol.types import TrajectoryId
 from dora_rl.engines.base import Engine
-from dora_rl.engines.embedded import EmbeddedEngine, EngineSettings
-from dora_rl.engines.embedded import versions
+from dora_rl.engines.embedded import EmbeddedEngine, EngineSettings, versions
 from tests.engines.contract import Harness
 from tests.engines.random_versions import Models
 

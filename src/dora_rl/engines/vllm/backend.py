@@ -75,8 +75,9 @@ class Backend:
         self._backlog: deque[list[Emitted]] = deque()  # steps that a probe took
         try:
             # One place more than is asked for, which is the probe's: an install waits for nobody.
-            places = self._arguments["max_num_seqs"] + 1
-            arguments = EngineArgs(**_FIXED, **{**self._arguments, "max_num_seqs": places})
+            slots = self._arguments["max_num_seqs"]
+            places = {"max_num_seqs": slots + 1, "max_num_active_seqs": slots}
+            arguments = EngineArgs(**_FIXED, **{**self._arguments, **places})
             self._engine = LLMEngine.from_engine_args(arguments)
         except (ValueError, TypeError, NotImplementedError) as error:
             # Of the configuration; whatever else there is may be over when it is tried again.
@@ -91,7 +92,6 @@ class Backend:
         if not self._seeded:
             torch.seed()
         self._scheduler = self._engine.engine_core.engine_core.scheduler
-        self._scheduler.max_num_running_reqs -= 1
         pool = self._scheduler.kv_cache_manager.block_pool
         self.num_blocks: int = pool.num_gpu_blocks - 1  # one of them is never given out
 
@@ -119,33 +119,51 @@ class Backend:
         """No request of it may be here. Unknown: does nothing."""
         self._engine.remove_lora(adapter.id)
 
-    def prompt_logprobs(
-        self, tokens: Sequence[int], adapter: LoadedAdapter | None = None
-    ) -> list[float]:
+    def prompt_logprobs(self, tokens: Sequence[int]) -> list[float]:
         """The log-probability of each token but the first, given those before it.
 
-        Other requests go on meanwhile; the next `step` has what they got.
+        No other request may be here, and no adapter: vLLM 0.32 fails for a prompt of one in a batch
+        with others on a CPU.
         """
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, temperature=0.0)
-        self._engine.add_request(
+        found: list[Any] = []
+        self._engine.add_request(_PROBE, {"prompt_token_ids": list(tokens)}, params)
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                found = output.prompt_logprobs or found
+        return [place[token].logprob for place, token in zip(found[1:], tokens[1:], strict=True)]
+
+    def next_logprob(self, tokens: Sequence[int], token: int, adapter: LoadedAdapter) -> float:
+        """The log-probability of a token after these, at temperature 1.
+
+        Other requests go on meanwhile; the next calls of `step` tell what they got.
+        """
+        self.add(
             _PROBE,
-            {"prompt_token_ids": list(tokens)},
-            params,
-            lora_request=None if adapter is None else adapter.request(),
+            tokens,
+            Sampling(temperature=0.0, raw_logprobs=True),
+            max_tokens=1,
+            stop_token_ids=(),
+            seed=0,
+            salt=adapter.name,
+            adapter=adapter,
             priority=_FIRST,
         )
-        found: list[Any] = []
-        self._scheduler.max_num_running_reqs += 1  # it has a place of its own: see `_start`
+        self._raw.discard(_PROBE)  # of another token than the one that is sampled
+        self._scheduler.max_num_active_reqs += 1  # it has a place of its own: see `_start`
         try:
-            while not found:
+            answered = False
+            while not answered:
                 outputs: list[Any] = self._engine.step()
-                probe = [output for output in outputs if output.request_id == _PROBE]
-                self._backlog.append([e for o in outputs if o not in probe for e in self._read(o)])
-                found = probe[0].prompt_logprobs if probe else []
+                answered = any(output.request_id == _PROBE for output in outputs)
+                others = [output for output in outputs if output.request_id != _PROBE]
+                if emitted := [one for output in others for one in self._read(output)]:
+                    self._backlog.append(emitted)
+            return self._raw_logits.take(_PROBE, token)
         finally:
-            self._scheduler.max_num_running_reqs -= 1
+            self._scheduler.max_num_active_reqs -= 1
+            self._raw_logits.forget(_PROBE)
             self._engine.abort_request([_PROBE])
-        return [place[token].logprob for place, token in zip(found[1:], tokens[1:], strict=True)]
 
     # Requests
 
@@ -219,7 +237,9 @@ class Backend:
     @property
     def running(self) -> list[str]:
         """Requests that have a slot."""
-        return [request.request_id for request in self._scheduler.running]
+        states = self._engine.output_processor.request_states  # by ids that vLLM made of ours
+        running = (states.get(request.request_id) for request in self._scheduler.running)
+        return [state.external_req_id for state in running if state is not None]
 
     @property
     def used_blocks(self) -> int:
