@@ -30,39 +30,57 @@ class DecodeCost:
 
     where v is the number of versions in the batch, each of whose weights is read once. Every
     step adds n tokens to C, so both terms are affine in the step's index and cross at most once.
+
+    Where versions are LoRA adapters, the base is read once for the whole batch:
+
+        memory(C)  = weights(n) + v * adapter + kv * C
+        compute(C) = n * (token + adapter's token) + attention * C
+
+    and everything, the overhead too, takes `lora_decode_slowdown` times as long.
     """
 
     __slots__ = (
         "_attention_s",
+        "_base_s",
         "_expert_miss",
         "_expert_s",
         "_gap_s",
         "_kv_s",
         "_overhead_s",
+        "_shared_base",
         "_token_s",
-        "_weights_s",
+        "_version_s",
     )
 
     def __init__(
         self, model: Model, device: Device, efficiency: Efficiency, devices_per_instance: int
     ) -> None:
+        self._shared_base: bool = model.lora_rank is not None
+        slowdown = efficiency.lora_decode_slowdown if self._shared_base else 1.0
         bandwidth = device.memory_bandwidth * devices_per_instance * efficiency.bandwidth_efficiency
+        bandwidth /= slowdown
         flops = device.flops * devices_per_instance * efficiency.compute_efficiency
-        flops /= efficiency.expert_imbalance
-        self._weights_s: float = model.weight_bytes / bandwidth
+        flops /= efficiency.expert_imbalance * slowdown
+        self._base_s: float = model.weight_bytes / bandwidth if self._shared_base else 0.0
+        self._version_s: float = model.version_bytes / bandwidth
         self._expert_s: float = model.expert_parameters * model.bytes_per_parameter / bandwidth
         self._expert_miss: float = model.expert_miss
         self._kv_s: float = model.kv_bytes_per_token / bandwidth
-        self._token_s: float = model.flops_per_token / flops
+        self._token_s: float = (model.flops_per_token + model.adapter_flops_per_token) / flops
         self._attention_s: float = model.attention_flops_per_pair / flops
         self._gap_s: float = self._kv_s - self._attention_s
-        self._overhead_s: float = efficiency.decode_overhead_s
+        self._overhead_s: float = efficiency.decode_overhead_s * slowdown
+
+    def _untouched_s(self, n: int, num_versions: int) -> float:
+        """Time that reading all weights would take beyond those that the batch touches."""
+        readers = 1 if self._shared_base else num_versions
+        return readers * self._expert_s * self._expert_miss ** (n / readers)
 
     def step_time(self, n: int, context: float, num_versions: int = 1) -> float:
         """Seconds of one decode step for `n` sequences with `context` cached tokens in all."""
-        memory = num_versions * self._weights_s + self._kv_s * context
+        memory = self._base_s + num_versions * self._version_s + self._kv_s * context
         if self._expert_s:
-            memory -= num_versions * self._expert_s * self._expert_miss ** (n / num_versions)
+            memory -= self._untouched_s(n, num_versions)
         compute = n * self._token_s + self._attention_s * context
         return (memory if memory > compute else compute) + self._overhead_s
 
@@ -70,9 +88,9 @@ class DecodeCost:
         """Seconds of the next `k` steps: the sum of `step_time(n, context + n*i)` for i < k."""
         if k <= 0:
             return 0.0
-        memory = num_versions * self._weights_s + self._kv_s * context
+        memory = self._base_s + num_versions * self._version_s + self._kv_s * context
         if self._expert_s:
-            memory -= num_versions * self._expert_s * self._expert_miss ** (n / num_versions)
+            memory -= self._untouched_s(n, num_versions)
         compute = n * self._token_s + self._attention_s * context
         gap = memory - compute
         growth = n * self._gap_s
@@ -98,9 +116,9 @@ class DecodeCost:
         """The largest k with `steps_time(n, context, k) <= seconds`, up to `STEP_TOLERANCE`."""
         if seconds <= 0.0:
             return 0
-        memory = num_versions * self._weights_s + self._kv_s * context
+        memory = self._base_s + num_versions * self._version_s + self._kv_s * context
         if self._expert_s:
-            memory -= num_versions * self._expert_s * self._expert_miss ** (n / num_versions)
+            memory -= self._untouched_s(n, num_versions)
         compute = n * self._token_s + self._attention_s * context
         gap = memory - compute
         growth = n * self._gap_s
@@ -142,9 +160,9 @@ class PrefillCost:
         bandwidth = device.memory_bandwidth * devices_per_instance * efficiency.bandwidth_efficiency
         flops = device.flops * devices_per_instance * efficiency.prefill_efficiency
         flops /= efficiency.expert_imbalance
-        self._token_s: float = model.flops_per_token / flops
+        self._token_s: float = (model.flops_per_token + model.adapter_flops_per_token) / flops
         self._pair_s: float = model.attention_flops_per_pair / flops
-        self._weights_s: float = model.weight_bytes / bandwidth
+        self._weights_s: float = model.held_bytes(1) / bandwidth
         self._expert_s: float = model.expert_parameters * model.bytes_per_parameter / bandwidth
         self._expert_miss: float = model.expert_miss
         self._kv_s: float = model.kv_bytes_per_token / bandwidth
@@ -210,12 +228,15 @@ class Costs:
     def _kv_capacity_tokens(self) -> int:
         usable = self.devices_per_instance * self.device.memory_bytes
         usable *= self.efficiency.kv_memory_fraction
-        weights = self.model.weight_bytes * self.version_slots
+        weights = self.model.held_bytes(self.version_slots)
         tokens = int((usable - weights) / self.kv_bytes_per_token)
         if tokens <= 0:
+            what = "version(s) of the weights"
+            if self.model.lora_rank is not None:
+                what = "adapter(s) and their base"
             raise ValueError(
                 f"no memory left for KV: {self.devices_per_instance} device(s) offer "
-                f"{usable / 1e9:.1f} GB, {self.version_slots} version(s) of the weights take "
+                f"{usable / 1e9:.1f} GB, {self.version_slots} {what} take "
                 f"{weights / 1e9:.1f} GB. Raise devices_per_instance or lower version_slots."
             )
         return tokens
@@ -228,21 +249,29 @@ class Costs:
         `attended_pairs` is the sum of L(L+1)/2 over the sequences; 0 leaves attention out.
         """
         model, knobs = self.model, self.efficiency
-        forward = model.flops_per_token * tokens + model.attention_flops_per_pair * attended_pairs
+        forward = model.flops_per_token + model.adapter_flops_per_token
+        forward = forward * tokens + model.attention_flops_per_pair * attended_pairs
         # The backward pass costs twice the forward: gradients of activations and of weights.
         flops = 3 * forward * knobs.recompute_factor
+        if model.lora_rank is not None:
+            # The base has no gradients of weights; what is recomputed is a forward as ever.
+            flops -= model.flops_per_token * tokens
         compute_s = flops / (self.device.flops * devices * knobs.train_efficiency)
         return compute_s + knobs.train_overhead_s + updates * knobs.update_overhead_s
 
     def publish_time(self, trainer_devices: int) -> float:
         """Seconds until a version's shards have left the trainer, sent in parallel."""
         streams = min(trainer_devices, self.efficiency.publish_streams)
-        return self.efficiency.publish_latency_s + self._network_s(self.model.weight_bytes, streams)
+        copy_s = self._network_s(self.model.version_bytes, streams)
+        return self.efficiency.publish_latency_s + copy_s
 
     def install_time(self, *, from_host: bool = False) -> float:
-        """Seconds to bring a published version onto one instance, each device its own shard."""
+        """Seconds to bring a published version onto one instance, each device its own shard.
+
+        The base of adapters is there since the process started: `restart_s` has it inside.
+        """
         copy = self._host_s if from_host else self._network_s
-        copy_s = copy(self.model.weight_bytes, self.devices_per_instance)
+        copy_s = copy(self.model.version_bytes, self.devices_per_instance)
         return self.efficiency.install_latency_s + copy_s
 
     def kv_transfer_time(self, tokens: float) -> float:

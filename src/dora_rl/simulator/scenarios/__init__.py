@@ -105,8 +105,11 @@ def foreign_constants(name_or_path: str | Path, changed: Scenario) -> str | None
     kept = [key for key, value in own.efficiency if value != general[key] and value == now[key]]
     if not kept:
         return None
+    what = "another model or other devices"
+    if changed.model.lora_rank is not None and own.model.lora_rank is None:
+        what = "LoRA versions instead of full weights"
     return (
-        f"constants of `{name_or_path}` are used for another model or other devices, and do not "
+        f"constants of `{name_or_path}` are used for {what}, and do not "
         f"transfer: efficiency.{', '.join(kept)}. Give yours by --set"
     )
 

@@ -5,6 +5,7 @@ contradicts itself, in the words of the file. Lengths belong to the scenario alo
 every paradigm meets the same ones.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from math import inf
 from typing import Any
@@ -57,7 +58,11 @@ class Rollout(ConfigModel):
     slots: int = Field(
         default=64, ge=1, le=1_000_000, description="trajectories in one instance's batch"
     )
-    version_slots: int = Field(default=1, ge=1, description="versions one instance can hold")
+    version_slots: int = Field(
+        default=1,
+        ge=1,
+        description="versions one instance can hold; with model.lora_rank, K + 1 if left out",
+    )
 
 
 class Task(ConfigModel):
@@ -158,6 +163,21 @@ class Scenario(ConfigModel):
     workload: Workload = Workload()
     faults: FaultParams = FaultParams()
     paradigm: dict[ParadigmName, Overrides] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _room_for_adapters(cls, data: Any) -> Any:
+        """Adapters are small: an instance holds every live version, unless the file says less."""
+        sections = data if isinstance(data, Mapping) else {}
+        model, rollout = sections.get("model"), sections.get("rollout", {})
+        settings = sections.get("orchestration", {})
+        if not all(isinstance(section, Mapping) for section in (model, rollout, settings)):
+            return data
+        bound = settings.get("max_staleness", Settings().max_staleness)
+        said = model.get("lora_rank") is None or "version_slots" in rollout
+        if said or not isinstance(bound, int) or bound < 0:
+            return data
+        return {**data, "rollout": {**rollout, "version_slots": bound + 1}}
 
     @field_serializer("orchestration")
     def _without_paradigm(self, settings: Settings) -> dict[str, Any]:
