@@ -38,6 +38,9 @@ def to_json(name: str, problem: Problem, plan: Plan) -> dict[str, Any]:
             "train_efficiency": scenario.efficiency.train_efficiency,
         }
     }
+    if scenario.model.lora_rank is not None:
+        about["problem"]["lora_rank"] = scenario.model.lora_rank
+        about["problem"]["adapter_parameters"] = scenario.model.adapter_parameters
     return about | plan.to_json()
 
 
@@ -64,6 +67,9 @@ def print_plan(name: str, problem: Problem, plan: Plan) -> None:
         depends = plan.fixed_costs.decide
         console.print()
         console.print(Text(plan.fixed_costs.describe(), "bold" if depends else ""))
+    if plan.adapters is not None:
+        console.print()
+        console.print(Text(plan.adapters.describe(), "bold" if plan.adapters.depends else ""))
     console.print()
     console.print(Text("Throughput against staleness: nothing simulated beats these in both"))
     console.print(_table(plan, plan.front))

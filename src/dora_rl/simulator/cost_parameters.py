@@ -118,7 +118,7 @@ class Model(_Parameters):
         if self.lora_parameters is not None:
             return self.lora_parameters
         wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        ports = 2 * (wide + wide) + 2 * (wide + narrow)  # queries and output, keys and values
+        ports = 2.0 * (wide + wide) + 2 * (wide + narrow)  # queries and output, keys and values
         if self.expert_parameters == 0 and self.active == self.parameters:
             attention = 2 * wide * wide + 2 * wide * narrow
             inner = max(0.0, self.parameters / self.layers - attention) / (3 * wide)

@@ -74,7 +74,7 @@ class DecodeCost:
     def _untouched_s(self, n: int, num_versions: int) -> float:
         """Time that reading all weights would take beyond those that the batch touches."""
         readers = 1 if self._shared_base else num_versions
-        return readers * self._expert_s * self._expert_miss ** (n / readers)
+        return float(readers * self._expert_s * self._expert_miss ** (n / readers))
 
     def step_time(self, n: int, context: float, num_versions: int = 1) -> float:
         """Seconds of one decode step for `n` sequences with `context` cached tokens in all."""

@@ -91,20 +91,33 @@ class Bounds:
         """The publication of a version by so many trainer devices."""
         return self._costs.publish_time(devices)
 
-    def rollout_s(self, instances: int, max_staleness: int) -> float:
-        """The tokens of a batch at full batches of every instance.
+    def install_s(self) -> float:
+        """The install of a version on one instance."""
+        return self._costs.install_time()
 
-        Slots, KV memory and the bound on staleness limit the trajectories that run at once.
+    def sequences(self, instances: int, max_staleness: int) -> int:
+        """Trajectories that run at once on each of so many instances, at most.
+
+        Slots, KV memory and the bound on staleness limit them.
         """
-        lengths, costs, params = self.lengths, self._costs, self._params
-        num = ceil(
+        return ceil(
             min(
-                params.slots,
-                costs.kv_capacity_tokens / lengths.context,
+                self._params.slots,
+                self._costs.kv_capacity_tokens / self.lengths.context,
                 (max_staleness + 1) * self._trajectories / instances,
             )
         )
-        step_s = costs.decode.step_time(num, num * lengths.context)
+
+    def decode_step_s(self, sequences: int, num_versions: int = 1) -> float:
+        """A decode step of so many sequences of mean contexts."""
+        context = sequences * self.lengths.context
+        return self._costs.decode.step_time(sequences, context, num_versions)
+
+    def rollout_s(self, instances: int, max_staleness: int) -> float:
+        """The tokens of a batch at full batches of every instance."""
+        lengths, costs, params = self.lengths, self._costs, self._params
+        num = self.sequences(instances, max_staleness)
+        step_s = self.decode_step_s(num)
         decode_s = self._trajectories * lengths.generated * step_s / (num * instances)
         prefill_s = self._groups * costs.prefill_time(int(lengths.prompt)) / instances
         return (decode_s + prefill_s) / (1 - params.filter_rate)  # the filtered are made as well

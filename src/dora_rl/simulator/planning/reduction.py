@@ -118,6 +118,8 @@ def reduce(real: Scenario, turns: float, max_staleness: int) -> Reduction:
     peers = _peers(real, wanted)
     few = _fewer(instances, wanted / peers)
     plain = real.model_dump(mode="json", exclude_none=True)
+    if real.model.lora_rank is not None:  # an estimate from the heads of peers would be another
+        plain["model"]["lora_parameters"] = real.model.adapter_parameters
     _shrink(plain, few / instances / peers, peers)
     plain["cluster"]["devices"] = few * cluster.devices_per_instance
     plain["run"]["steps"], plain["scenario"]["warmup_steps"] = steps, warmup
@@ -160,8 +162,9 @@ def _shrink(plain: dict[str, Any], ratio: float, peers: int) -> None:
     if "reward_workers" in task:
         task["reward_workers"] = max(1, round(task["reward_workers"] * ratio))
     model["parameters"] *= peers
-    if "active_parameters" in model:
-        model["active_parameters"] *= peers
+    for key in ("active_parameters", "lora_parameters"):
+        if key in model:
+            model[key] *= peers
     model["bytes_per_parameter"] /= peers
     model["heads"] *= peers
     model["kv_heads"] *= peers
@@ -182,6 +185,20 @@ def with_efficiency(scenario: Scenario, values: Mapping[str, float]) -> Scenario
     for own in plain["paradigm"].values():
         for key in values:
             own["efficiency"].pop(key, None)
+    return validate(Scenario, plain, scenario.scenario.title)
+
+
+def with_full_weights(reduction: Reduction) -> Reduction:
+    """The same problem at the same size, where a version is a full set of weights."""
+    return Reduction(
+        _full_weights(reduction.real), _full_weights(reduction.scenario), reduction.peers
+    )
+
+
+def _full_weights(scenario: Scenario) -> Scenario:
+    plain = scenario.model_dump(mode="json", exclude_none=True)
+    for key in ("lora_rank", "lora_parameters"):
+        plain["model"].pop(key, None)
     return validate(Scenario, plain, scenario.scenario.title)
 
 

@@ -13,7 +13,7 @@ from math import ceil
 
 from dora_rl.core.protocol.errors import UserError
 from dora_rl.core.protocol.settings import ParadigmName
-from dora_rl.observe.metrics import Summary
+from dora_rl.observe.metrics import WORTHWHILE, Summary
 from dora_rl.simulator.planning.bounds import Bounds
 from dora_rl.simulator.planning.reduction import Reduction, with_efficiency, with_settings
 from dora_rl.simulator.scenarios import Scenario
@@ -29,7 +29,8 @@ PLANNED_RUNS = 27 + RESERVED_RUNS
 TURN_COST_S = 0.0002
 # Devices of one machine: a split in whole machines is easier to live with.
 NODE_DEVICES = 8
-# Weights and gradients in bf16, master weights and two moments in fp32, sharded (as in ZeRO).
+# Weights and gradients in bf16, master weights and two moments in fp32, sharded (as in ZeRO). Of a
+# frozen base, the weights alone.
 TRAIN_BYTES_PER_PARAMETER = 16
 # Candidates so near to the best are as good as it: a few steps measure no finer.
 TIE = 0.02
@@ -126,6 +127,8 @@ class Search:
     """Why the search ended early."""
     runs: int = 0
     """Simulations so far."""
+    reserved_runs: int = RESERVED_RUNS
+    """Simulations that follow the search, for which it leaves time."""
 
     def __post_init__(self) -> None:
         self.bounds = Bounds(self.reduction.scenario)
@@ -137,6 +140,11 @@ class Search:
     def splits(self) -> range:
         """The rollout instances that a split can have; the trainer takes the others."""
         return range(1, self.reduction.instances - self.least_train + 1)
+
+    @property
+    def lora(self) -> bool:
+        """Whether versions are adapters of one base."""
+        return self.reduction.real.model.lora_rank is not None
 
     def run(self) -> None:
         """Simulate until nothing promising is left, or the search is cut."""
@@ -159,19 +167,19 @@ class Search:
         middle = min(3, self.max_staleness)
         start = self._promising(middle)
         for candidate in (
-            Candidate(OURS, start, middle),
+            self._ours(start, middle),
             Candidate(ONE_STEP, start, 1),
             Candidate(PARTIAL, 0, middle),
             Candidate(IN_FLIGHT, start, middle),
         ):
             self._try(candidate, must=True)
-        self._climb(Candidate(OURS, start, middle), self._stride())
+        self._climb(self._ours(start, middle), self._stride())
         if not self.of(OURS):
             return
         best = best_of(self.of(OURS)).candidate
         for bound in _LADDER:
             if bound <= self.max_staleness:
-                self._try(Candidate(OURS, best.rollout, bound))
+                self._try(self._ours(best.rollout, bound))
         best = best_of(self.of(OURS)).candidate
         self._try(Candidate(ONE_STEP, best.rollout, 1))
         self._vary(best)
@@ -187,13 +195,20 @@ class Search:
             if depth <= best.max_staleness + 1:
                 self._try(replace(best, depth=depth))
         best = best_of(self.of(OURS)).candidate
-        self._try(replace(best, version_slots=best.version_slots + 1))
+        other = 1 if self.lora else best.version_slots + 1
+        self._try(replace(best, version_slots=other))
 
     def _tighten(self, best: Trial) -> None:
         """The same with the bound that it keeps by itself: a promise that costs nothing."""
         kept = int(best.summary.max_staleness)
         if max(1, best.candidate.depth - 1) <= kept < best.candidate.max_staleness:
-            self._try(replace(best.candidate, max_staleness=kept))
+            slots = best.candidate.version_slots
+            slots = min(slots, kept + 1) if self.lora else slots
+            self._try(replace(best.candidate, max_staleness=kept, version_slots=slots))
+
+    def _ours(self, rollout: int, bound: int) -> Candidate:
+        """With one version an instance; with every live one where they are adapters."""
+        return Candidate(OURS, rollout, bound, version_slots=bound + 1 if self.lora else 1)
 
     # Splits
 
@@ -201,7 +216,11 @@ class Search:
         """The trainer's least share, in instances, that holds what training keeps in memory."""
         real = self.reduction.real
         memory = real.cluster.device.memory_bytes * real.efficiency.kv_memory_fraction
-        devices = real.model.parameters * TRAIN_BYTES_PER_PARAMETER / memory
+        kept = real.model.parameters * TRAIN_BYTES_PER_PARAMETER
+        if real.model.lora_rank is not None:
+            kept = real.model.adapter_parameters * TRAIN_BYTES_PER_PARAMETER
+            kept += real.model.weight_bytes
+        devices = kept / memory
         share = devices / real.cluster.devices
         if share > 1:  # then it is not kept in device memory, or not for all weights
             return 1
@@ -300,7 +319,7 @@ class Search:
     def _spent(self) -> bool:
         """Whether the rest of the budget is needed for what follows the search."""
         passed_s = self.clock() - self._started
-        return passed_s * (1 + RESERVED_RUNS / max(1, self.runs)) >= self.budget_s
+        return passed_s * (1 + self.reserved_runs / max(1, self.runs)) >= self.budget_s
 
     def _simulate(self, scenario: Scenario, candidate: Candidate, description: str) -> Summary:
         if self.progress is not None:
@@ -349,3 +368,13 @@ class Search:
         settings = scenario.orchestration
         work = settings.groups_per_step * settings.group_size * (candidate.max_staleness + 1)
         return max(0.0, 1 - (1 - summary.bubble_share) / min(1.0, work / slots))
+
+
+def choose(search: Search) -> tuple[Trial, Trial, Trial | None]:
+    """What to recommend of a search, its sync, and its best asynchronous candidate."""
+    sync = search.of(SYNC)[0]
+    asynchronous = [*search.of(OURS), *search.of(ONE_STEP)]
+    rival = best_of(asynchronous) if asynchronous else None
+    if rival is not None and rival.tokens_per_s >= WORTHWHILE * sync.tokens_per_s:
+        return rival, sync, rival
+    return sync, sync, rival

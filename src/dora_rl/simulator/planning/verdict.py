@@ -9,7 +9,9 @@ from dora_rl.config import validate
 from dora_rl.core.protocol.errors import UserError
 from dora_rl.core.protocol.paradigms import PARADIGMS
 from dora_rl.core.protocol.settings import ParadigmName
-from dora_rl.observe.metrics import WORTHWHILE, speedup_over
+from dora_rl.observe.metrics import speedup_over
+from dora_rl.simulator.planning import adapters
+from dora_rl.simulator.planning.adapters import Adapters
 from dora_rl.simulator.planning.fixed_costs import FixedCosts, vary
 from dora_rl.simulator.planning.question import Problem
 from dora_rl.simulator.planning.reasons import NO_VERDICT, why, why_not
@@ -20,14 +22,15 @@ from dora_rl.simulator.planning.reduction import (
 )
 from dora_rl.simulator.planning.search import (
     ONE_STEP,
-    OURS,
     PLANNED_RUNS,
+    RESERVED_RUNS,
     SYNC,
     TURN_COST_S,
     Progress,
     Search,
     Trial,
     best_of,
+    choose,
 )
 from dora_rl.simulator.scenarios import Scenario
 
@@ -58,6 +61,8 @@ class Plan:
     """How far the verdict depends on them; None where there is nothing to compare."""
     comparison: dict[str, Trial] = field(default_factory=dict)
     """The best of each paradigm."""
+    adapters: Adapters | None = None
+    """LoRA versions against full weights; None where versions are full weights."""
 
     @property
     def pays(self) -> bool:
@@ -118,7 +123,8 @@ class Plan:
         """Everything that the same seed and budget reproduce."""
         small, real = self.reduction.scenario, self.reduction.real
         recommendation = {"settings": self.settings, **self.figures(self.best)}
-        return {
+        lora = {} if self.adapters is None else {"lora": self.adapters.to_json()}
+        return lora | {
             "recommendation": recommendation if self.decided else None,
             "asynchrony_pays": self.pays if self.decided else None,
             "reason": self.reason,
@@ -192,24 +198,29 @@ def make_plan(
     limit = real.orchestration.max_staleness if max_staleness is None else max_staleness
     if limit < 0:
         raise UserError(f"--max-staleness-limit must be >= 0: `{limit}`.")
+    reserved = RESERVED_RUNS
+    if real.model.lora_rank is not None:  # full weights are searched as well
+        budget_s /= 2
+        reserved += adapters.RESERVED_RUNS
     reduction = reduce(real, budget_s / PLANNED_RUNS / TURN_COST_S, limit)
-    search = Search(reduction, limit, budget_s, progress, clock)
+    search = Search(reduction, limit, budget_s, progress, clock, reserved_runs=reserved)
     search.run()
-    return conclude(search, problem)
+    return conclude(search, problem, adapters.search_full_weights(search))
 
 
-def conclude(search: Search, problem: Problem) -> Plan:
-    """Choose among what a search has simulated, and see how sure the choice is."""
+def conclude(search: Search, problem: Problem, full_weights: Search | None = None) -> Plan:
+    """Choose among what a search has simulated, and see how sure the choice is.
+
+    `full_weights` is the same search where versions are no adapters.
+    """
     if not search.of(SYNC):
         reason = next(iter(search.refused.values()), "nothing was simulated")
         raise UserError(f"sync cannot run here, so there is nothing to compare with: {reason}")
-    sync = search.of(SYNC)[0]
-    asynchronous = [*search.of(OURS), *search.of(ONE_STEP)]
-    rival = best_of(asynchronous) if asynchronous else None
+    best, sync, rival = choose(search)
+    pays = best is not sync
     comparison = {str(name): best_of(search.of(name)) for name in ParadigmName if search.of(name)}
     fixed_costs = None if rival is None else vary(search, sync, rival, problem.measured)
-    pays = rival is not None and rival.tokens_per_s >= WORTHWHILE * sync.tokens_per_s
-    best = rival if pays and rival is not None else sync
+    against = adapters.compare(search, full_weights, problem.measured)
     if rival is None and search.cut == "interrupted":
         reason = NO_VERDICT
     else:
@@ -227,6 +238,11 @@ def conclude(search: Search, problem: Problem) -> Plan:
             "what staleness costs in learning is not modelled: where it matters, take a fresher "
             "candidate of the front"
         )
+    if against is not None:
+        more.append(
+            "what a low rank costs in learning is not modelled, and fixed costs are taken to be "
+            "those of full weights"
+        )
     return Plan(
         search.reduction,
         best,
@@ -238,4 +254,5 @@ def conclude(search: Search, problem: Problem) -> Plan:
         search.cut,
         fixed_costs,
         comparison,
+        against,
     )

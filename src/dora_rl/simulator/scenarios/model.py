@@ -5,7 +5,6 @@ contradicts itself, in the words of the file. Lengths belong to the scenario alo
 every paradigm meets the same ones.
 """
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from math import inf
 from typing import Any
@@ -164,21 +163,6 @@ class Scenario(ConfigModel):
     faults: FaultParams = FaultParams()
     paradigm: dict[ParadigmName, Overrides] = Field(default_factory=dict)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _room_for_adapters(cls, data: Any) -> Any:
-        """Adapters are small: an instance holds every live version, unless the file says less."""
-        sections = data if isinstance(data, Mapping) else {}
-        model, rollout = sections.get("model"), sections.get("rollout", {})
-        settings = sections.get("orchestration", {})
-        if not all(isinstance(section, Mapping) for section in (model, rollout, settings)):
-            return data
-        bound = settings.get("max_staleness", Settings().max_staleness)
-        said = model.get("lora_rank") is None or "version_slots" in rollout
-        if said or not isinstance(bound, int) or bound < 0:
-            return data
-        return {**data, "rollout": {**rollout, "version_slots": bound + 1}}
-
     @field_serializer("orchestration")
     def _without_paradigm(self, settings: Settings) -> dict[str, Any]:
         plain = asdict(settings)
@@ -198,7 +182,14 @@ class Scenario(ConfigModel):
                 "orchestration.version_slots is rollout.version_slots in a scenario: "
                 f"`{self.orchestration.version_slots}`. Set it there."
             )
-        return self
+        return self._with_room_for_adapters()
+
+    def _with_room_for_adapters(self) -> "Scenario":
+        """Adapters are small: an instance holds every live version, unless the file says less."""
+        if self.model.lora_rank is None or "version_slots" in self.rollout.model_fields_set:
+            return self
+        slots = {"version_slots": self.orchestration.max_staleness + 1}
+        return self.model_copy(update={"rollout": self.rollout.model_copy(update=slots)})
 
     def setup(self, paradigm: ParadigmName) -> Setup:
         """What this scenario means for one paradigm; UserError where it means nothing."""
