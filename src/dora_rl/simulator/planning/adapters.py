@@ -143,22 +143,24 @@ def search_full_weights(search: Search) -> Search | None:
     if not search.lora or search.cut == "interrupted" or not search.of(SYNC):
         return None
     announce = search.progress
-    done = search.runs
     other = Search(
         with_full_weights(search.reduction),
         search.max_staleness,
         search.budget_s,
-        None
-        if announce is None
-        else lambda count, what: announce(done + count, f"full weights, {what}"),
+        None if announce is None else lambda done, what: announce(done, f"full weights, {what}"),
         search.clock,
+        runs=search.runs,
         reserved_runs=0,
     )
     try:
         other.run()
+        if other.of(SYNC) and other.cut != "interrupted":
+            # A budget may cut the two at different points, and neither may lose by that.
+            other.include(choose(search)[0].candidate)
+            search.runs = other.runs
+            search.include(choose(other)[0].candidate)
     except KeyboardInterrupt:
         other.cut = "interrupted"
-    search.runs += other.runs
     search.cut = "interrupted" if other.cut == "interrupted" else search.cut or other.cut
     return other
 

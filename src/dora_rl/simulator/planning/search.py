@@ -311,6 +311,14 @@ class Search:
         trial = self.trials[candidate] = self._trial(candidate, summary)
         return trial
 
+    def include(self, candidate: Candidate) -> None:
+        """Simulate what another search has found, whatever the budget, if it can be had here."""
+        if candidate.paradigm is OURS:
+            slots = candidate.max_staleness + 1 if self.lora else 1
+            candidate = replace(candidate, version_slots=slots)
+        if not candidate.rollout or candidate.rollout in self.splits:
+            self._try(candidate, must=True)
+
     def at_costs(self, candidate: Candidate, costs: Mapping[str, float], name: str) -> Summary:
         """The same candidate where some constants of `[efficiency]` differ; UserError as ever."""
         scenario = with_efficiency(self.scenario_of(candidate), costs)
