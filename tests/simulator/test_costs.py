@@ -30,6 +30,7 @@ EXPERTS = Model(
     experts=512,
     experts_per_token=12,
 )
+ADAPTERS = EXPERTS.model_copy(update={"lora_rank": 64})
 H800 = device_named("H800")
 # Round figures, so that costs can be checked by hand.
 SIMPLE = Model(parameters=1e9, layers=10, heads=8, kv_heads=2, head_dim=100)
@@ -75,7 +76,7 @@ def decode_of(model: Model, flops: float, bandwidth: float, overhead_s: float) -
 # Peaks over six decades in either direction: memory bound, compute bound, and every crossing.
 decodes = st.builds(
     decode_of,
-    st.sampled_from([DENSE, EXPERTS, SIMPLE]),
+    st.sampled_from([DENSE, EXPERTS, SIMPLE, ADAPTERS]),
     st.floats(1e10, 1e16),
     st.floats(1e9, 1e15),
     st.sampled_from([0.0, 1e-6, 0.004]),

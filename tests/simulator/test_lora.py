@@ -182,7 +182,6 @@ def test_versions_that_share_a_batch_need_not_move() -> None:
     full, adapters = found["full"], found["adapters"]
     assert full.audit_ok and adapters.audit_ok and full.max_versions_live > 2
     assert full.migrations > 0 == adapters.migrations
-    assert adapters.phase_seconds["install"] < full.phase_seconds["install"]
     assert adapters.tokens_per_s > 1.1 * full.tokens_per_s
 
 
