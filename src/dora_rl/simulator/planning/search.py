@@ -76,6 +76,8 @@ class Trial:
     """Device time that a schedule without waits, switches and half-empty batches would save."""
     slots_idle: float
     """Of the slots that the admitted work could fill."""
+    more_weights: int = 0
+    """Full sets of weights that an instance holds besides one; adapters are none."""
 
     @property
     def paradigm(self) -> ParadigmName:
@@ -97,7 +99,7 @@ def best_of(trials: list[Trial]) -> Trial:
             round(trial.summary.mean_staleness, 1),
             trial.candidate.max_staleness,
             not trial.whole_nodes,
-            trial.candidate.version_slots,
+            trial.more_weights,
             -trial.tokens_per_s,
             trial.candidate,
         ),
@@ -356,6 +358,7 @@ class Search:
             ceil(candidate.depth * real.orchestration.groups_per_step),
             self._lost_share(candidate, summary),
             self._slots_idle(candidate, summary),
+            0 if self.lora else candidate.version_slots - 1,
         )
 
     def _lost_share(self, candidate: Candidate, summary: Summary) -> float:
