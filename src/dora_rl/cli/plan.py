@@ -34,6 +34,10 @@ Numbers may end in K (1,000) or M, such as --max-length 32k.
 Devices: A100, H100, H200, H800; others as a table of figures, cluster.device of a scenario.
 
 \b
+--set model.lora_rank=16 plans versions that are LoRA adapters, and says whether they pay against
+full weights on the same cluster. It takes half of the budget, and nine runs more in any case.
+
+\b
 Exit code: 0 with a plan, also if it is `sync`; 2 for bad input; 1 if a simulation breaks down;
 130 if interrupted (the best so far is printed).
 
@@ -44,6 +48,7 @@ Examples:
   dora-rl plan --model qwen2.5-32b --device H800 --devices 64 --batch 512x16
   dora-rl plan --model 32.8e9 --devices 128 --batch 512x16 --lengths lengths.txt
   dora-rl plan --model qwen3-8b --devices 16 --batch 128x8 --mean-length 4K --max-length 32k --json
+  dora-rl plan default --set model.lora_rank=16
   dora-rl plan my.toml --budget 300 --out planned.toml   (then: dora-rl simulate planned.toml)
 """
 

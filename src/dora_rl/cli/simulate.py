@@ -32,6 +32,7 @@ Examples:
   dora-rl simulate --list
   dora-rl simulate paper-64 --paradigms sync,multi_version --json
   dora-rl simulate default --set orchestration.max_staleness=2 --seed 7
+  dora-rl simulate default --set model.lora_rank=16      (versions are LoRA adapters)
   dora-rl simulate agentic --trace trace.json      (open it in ui.perfetto.dev)
   dora-rl simulate my.toml --out runs/first        (then: dora-rl audit runs/first)
 """
