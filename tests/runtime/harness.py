@@ -29,7 +29,7 @@ ANIMALS = ("fox", "dog", "cat", "hen", "owl", "bee")
 PROMPTS = [{"prompt": f"the quick {animal}", "turns": 3} for animal in ANIMALS]
 
 
-def settings(model: Path, out: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+def settings(model: Path, out: Path, /, **sections: dict[str, Any]) -> dict[str, Any]:
     """A configuration as TOML has it; the sections are merged into what the tests share.
 
     The stop strings give responses of all lengths: the model has learnt nothing.
@@ -52,6 +52,7 @@ def settings(model: Path, out: Path, **sections: dict[str, Any]) -> dict[str, An
 def run(
     model: Path,
     out: Path,
+    /,
     *listeners: Listener,
     prompts: Any = PROMPTS,
     **sections: dict[str, Any],
@@ -113,7 +114,9 @@ def accepted(directory: Path) -> set[int]:
 
 
 def weights(checkpoint: Path) -> bytes:
-    return (checkpoint / "model.safetensors").read_bytes()
+    """The policy, or its adapter."""
+    (file,) = checkpoint.glob("*model.safetensors")
+    return file.read_bytes()
 
 
 def assert_sound(ended: Run) -> None:
@@ -126,9 +129,9 @@ def assert_sound(ended: Run) -> None:
     ids = [trajectory for _, _, trajectory in trained(ended.directory)]
     assert len(ids) == len(set(ids)) == ended.audit.trained
     assert ended.checkpoint is not None
-    from safetensors.torch import load_file  # late: the driver of a local run has no torch
+    from safetensors.torch import load  # late: the driver of a local run has no torch
 
-    tensors = load_file(ended.checkpoint / "model.safetensors")
+    tensors = load(weights(ended.checkpoint))
     assert all(tensor.isfinite().all() for tensor in tensors.values())
 
 

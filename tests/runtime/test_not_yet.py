@@ -29,8 +29,8 @@ def refused(*args: str) -> str:
         (["--set", "rollout.engine=sglang"], "rollout.engine is `embedded` or `vllm`"),
         (["--set", "train.devices=2"], "A GPU is set by train.device"),
         (["--set", "runtime.gpus=2"], "A GPU is set by train.device"),
-        (["--set", "train.lora_rank=8"], "LoRA is not supported yet"),
-        (["--set", "lora.r=8"], "LoRA is not supported yet"),
+        (["--set", "train.qlora=true"], "LoRA is set by model.lora"),
+        (["--set", "model.peft.r=8"], "LoRA is set by model.lora"),
         (["--set", "run.wandb=true"], "metrics.jsonl"),
         (["--set", "runtime.kind=ray"], "a run has one machine"),
         (["--wandb"], "metrics.jsonl"),
@@ -50,6 +50,7 @@ def test_python_says_the_same() -> None:
 
 def test_other_mistakes_are_answered_as_before() -> None:
     assert "Did you mean `rollout.slots`?" in refused("--set", "rollout.slot=3")
+    assert "Did you mean `model.lora`" in refused("--set", "train.lora_rank=8")
     assert "dora-rl train --help" in refused("--stepps", "3")
 
 

@@ -44,6 +44,7 @@ from tests.runtime.harness import (
 )
 
 STEPS = 5
+LORA: dict[str, Any] = {"lora": {"rank": 4, "alpha": 16.0}}
 LONG: dict[str, dict[str, Any]] = {
     "rollout": {"slots": 6, "max_tokens": 40, "stop": ["a"]},
     "run": {"steps": STEPS},
@@ -90,7 +91,7 @@ def finished(count: int) -> Moment:
     return moment
 
 
-def plan_of(model: Path, out: Path, **sections: dict[str, Any]) -> Any:
+def plan_of(model: Path, out: Path, /, **sections: dict[str, Any]) -> Any:
     return prepare(read_config(settings(model, out, **{**LONG, **sections})), prompts=PROMPTS)
 
 
@@ -267,6 +268,16 @@ def test_stopping_does_not_change_what_sync_learns(model: Path, tmp_path: Path) 
     stopped(plan_of(model, tmp_path / "stopped", **sync), finished(7))
     ended = go_on(tmp_path / "stopped")
     assert trained(ended.directory) == trained(whole.directory)
+    assert ended.checkpoint is not None and whole.checkpoint is not None
+    assert weights(ended.checkpoint) == weights(whole.checkpoint)
+
+
+def test_a_run_of_adapters_goes_on_to_the_same_bits(model: Path, tmp_path: Path) -> None:
+    sections = {"orchestration": {"paradigm": "sync"}, "model": LORA}
+    whole = execute(plan_of(model, tmp_path / "whole", **sections))
+    stopped(plan_of(model, tmp_path / "stopped", **sections), finished(7))
+    ended = go_on(tmp_path / "stopped")
+    assert_sound(ended)
     assert ended.checkpoint is not None and whole.checkpoint is not None
     assert weights(ended.checkpoint) == weights(whole.checkpoint)
 

@@ -88,6 +88,20 @@ def test_a_run_with_vllm(model: Path, tmp_path: Path) -> None:
     assert gaps and max(gaps) < 1e-3
 
 
+def test_one_engine_serves_several_adapters(model: Path, tmp_path: Path) -> None:
+    """Versions that are LoRA adapters: no instance is re-assigned, none is waited for."""
+    sections = {**VLLM, "runtime": {**VLLM["runtime"], "instances": 1}, "run": {"steps": 5}}
+    ended = run(model, tmp_path / "run", **sections, model={"lora": {"rank": 4}})
+    assert_sound(ended)
+    assert max(step.versions_live for step in ended.steps) >= 3
+    assert events(ended.directory, MigrationCompleted) == []
+    key = "logprob_gap_max"
+    gaps = [step.metrics[key] for step in ended.steps if key in step.metrics]
+    assert gaps and max(gaps) < 1e-3
+    assert ended.checkpoint is not None
+    assert (ended.checkpoint / "adapter_model.safetensors").is_file()
+
+
 def test_a_killed_engine_is_replaced_and_leaves_nobody_behind(model: Path, tmp_path: Path) -> None:
     sections = {**VLLM, "runtime": {**VLLM["runtime"], "instances": 1}, "run": {"steps": 3}}
     killer = Killer(after=3)

@@ -29,7 +29,9 @@ from dora_rl.runtime.prepare.not_yet import not_yet
 from dora_rl.tasks.settings import TaskSettings
 from dora_rl.trainer.settings import AUTO, Behaviour, DeviceName, LoraSettings, TrainSettings
 
-_MOST_VERSIONS = 8  # in one engine, unless the user says so: each costs memory, and splits batches
+# In one engine, unless the user says so: a full set of weights costs memory, and splits batches.
+_MOST_VERSIONS = 8
+_MOST_ADAPTERS = 32
 
 
 class ModelSettings(ConfigModel):
@@ -301,7 +303,9 @@ class RunConfig(ConfigModel):
             core,
             max_steps=self.run.steps,
             version_slots=self.rollout.version_slots
-            or self._most_versions(min(live, _MOST_VERSIONS)),
+            or self._most_versions(
+                min(live, _MOST_VERSIONS if self.model.lora is None else _MOST_ADAPTERS)
+            ),
         )
 
     @property

@@ -50,10 +50,10 @@ def _check_targets(model: Any, targets: Sequence[str]) -> None:
     linear = sorted(name for name, kind in found.items() if kind is nn.Linear and name != "lm_head")
     for target in targets:
         if target not in linear:
-            kind = f", and is a {found[target].__name__}" if target in found else ""
+            kind = f", but a {found[target].__name__}" if target in found else ""
             raise ModelError(
-                f"model.lora.target_modules names a module that is no linear layer of the model"
-                f"{kind}: `{target}`. Its layers have {', '.join(linear)}."
+                f"model.lora.target_modules names no linear layer of the model{kind}: `{target}`. "
+                f"Its layers have {', '.join(linear)}."
             )
 
 

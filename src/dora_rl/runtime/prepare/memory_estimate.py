@@ -14,9 +14,11 @@ from dora_rl.engines.registry import has_own_environment
 from dora_rl.models.config import ModelConfig
 from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.control import memory
+from dora_rl.trainer.settings import LoraSettings
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_TRAINER = 16  # bytes a parameter: weights, gradients and two moments of AdamW, all float32
+_TRAINED = 16  # bytes a parameter: weights, gradients and two moments of AdamW, all float32
+_FROZEN = 4  # of the base of an adapter
 _GB = 1e9
 
 
@@ -28,16 +30,19 @@ class Footprint:
     versions: int
     kv: int
     num_versions: int  # in one engine, at least: one that is served, and one that comes in
+    lora: bool = False  # they are adapters, of a base that counts as one version
 
     @property
     def total(self) -> int:
         return self.trainer + self.versions + self.kv
 
     def __str__(self) -> str:
+        trained = " of the adapter" if self.lora else ""
+        versions = f"{self.num_versions} version{'s' * (self.num_versions != 1)}"
         return (
-            f"{_size(self.total)}: {_size(self.trainer)} for the trainer (weights, gradients and "
-            f"AdamW in float32), {_size(self.versions)} for {self.num_versions} "
-            f"version{'s' * (self.num_versions != 1)}, {_size(self.kv)} for KV"
+            f"{_size(self.total)}: {_size(self.trainer)} for the trainer (weights in float32, "
+            f"gradients and AdamW{trained}), {_size(self.versions)} for "
+            f"{'the base of the adapters' if self.lora else versions}, {_size(self.kv)} for KV"
         )
 
 
@@ -48,10 +53,14 @@ def _size(count: int) -> str:
 def footprint(config: RunConfig, model: ModelConfig) -> Footprint:
     """What a run of this configuration needs at least."""
     parameters = sum(math.prod(shape) for shape in model.tensors().values())
-    rollout, instances = config.rollout, config.runtime.instances
+    rollout, instances, lora = config.rollout, config.runtime.instances, config.model.lora
     # Without a spare slot, the old version goes first.
     num_versions = min(1 + rollout.spare_version_slot, config.version_slots)
     stored = _BYTES[config.train.publish_dtype or model.dtype]
+    trainer = _TRAINED * parameters
+    if lora is not None:  # whose own size is nothing beside the base's, but for the optimizer
+        num_versions, stored = 1, _BYTES[model.dtype]
+        trainer = _FROZEN * parameters + _TRAINED * adapter_parameters(lora, model)
     if config.deterministic:  # a float32 copy in every engine
         versions = num_versions * 4 * parameters * instances
     elif has_own_environment(rollout.engine):  # which loads what it serves into its own memory
@@ -62,7 +71,17 @@ def footprint(config: RunConfig, model: ModelConfig) -> Footprint:
     if rollout.kv_budget_tokens is not None:
         tokens = min(tokens, rollout.kv_budget_tokens)
     kv = min(tokens * token_bytes(model, rollout.kv_dtype), memory_share()) * instances
-    return Footprint(_TRAINER * parameters, versions, kv, num_versions)
+    return Footprint(trainer, versions, kv, num_versions, lora is not None)
+
+
+def adapter_parameters(lora: LoraSettings, model: ModelConfig) -> int:
+    """Of an adapter: a row and a column of each target for every rank."""
+    return lora.rank * sum(
+        sum(shape)
+        for name, shape in model.tensors().items()
+        if name.removesuffix(".weight").rpartition(".")[2] in lora.target_modules
+        and len(shape) == 2
+    )
 
 
 def check(

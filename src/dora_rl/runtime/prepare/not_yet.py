@@ -4,14 +4,14 @@ import re
 
 _GPU = "A GPU is set by train.device and, with rollout.engine=vllm, by rollout.device."
 _ENGINES = "Other engines are not supported yet: rollout.engine is `embedded` or `vllm`."
-_LORA = "LoRA is not supported yet: all weights are trained."
+_LORA = "LoRA is set by model.lora, such as model.lora.rank = 16; nothing is quantised."
 _LOGGERS = "Loggers are not supported yet: metrics.jsonl of the run has every step."
 _CLUSTER = "Clusters are not supported yet: a run has one machine."
 
 NOT_YET = {
     **dict.fromkeys(("gpu", "gpus", "cuda", "rocm", "mps", "devices"), _GPU),
     **dict.fromkeys(("sglang", "tgi"), _ENGINES),
-    **dict.fromkeys(("lora", "qlora", "peft", "adapter"), _LORA),
+    **dict.fromkeys(("qlora", "peft", "adapter"), _LORA),
     **dict.fromkeys(("wandb", "tensorboard", "mlflow", "logger", "loggers"), _LOGGERS),
     **dict.fromkeys(("ray", "slurm", "kubernetes", "nodes", "deepspeed"), _CLUSTER),
 }

@@ -73,6 +73,8 @@ def prepare(
     `out` is where the run is, if it is not to be where the configuration says.
     """
     require(USER, "engine", "train")
+    if config.model.lora is not None:
+        require("model.lora", "lora")
     model = find_model(config.model.path)
     out = out or Path(config.run.out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
     _check_text("model.path", model)

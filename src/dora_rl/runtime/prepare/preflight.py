@@ -6,6 +6,7 @@ workers with one response. Free of torch.
 
 from dataclasses import dataclass
 
+from dora_rl.core.protocol.errors import UserError
 from dora_rl.engines.fit import check_dtypes, check_shapes
 from dora_rl.models.config import ModelConfig, read_config
 from dora_rl.runtime.control.memory import Watch
@@ -14,8 +15,10 @@ from dora_rl.runtime.prepare.memory_estimate import Footprint
 from dora_rl.runtime.prepare.plan import Plan
 from dora_rl.store.rundir import CONFIG, check_free
 from dora_rl.tasks.dry_run import Tried, try_task
+from dora_rl.trainer.settings import LoraSettings
 from dora_rl.weights.huggingface import stored_tensors
 
+_NO_TARGETS = {"embed_tokens", "lm_head"}
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -52,7 +55,22 @@ def _check_weights(plan: Plan, model: ModelConfig) -> None:
     """All tensors of the model are there, and can be published as the engine takes them."""
     stored = stored_tensors(plan.model)
     check_shapes(model, plan.model, {name: at.shape for name, at in stored.items()})
+    lora = plan.config.model.lora
+    if lora is not None:
+        _check_targets(lora, model)
     publish = plan.config.train.publish_dtype
-    if publish is None:
+    if publish is None or lora is not None:
         found = {_DTYPES[stored[name].dtype] for name in model.tensors()}
         check_dtypes(plan.model, found, " Set train.publish_dtype.")
+
+
+def _check_targets(lora: LoraSettings, model: ModelConfig) -> None:
+    """The modules that are to have an adapter are there."""
+    matrices = [name for name, shape in model.tensors().items() if len(shape) == 2]
+    known = {name.removesuffix(".weight").rpartition(".")[2] for name in matrices} - _NO_TARGETS
+    for target in lora.target_modules:
+        if target not in known:
+            raise UserError(
+                f"model.lora.target_modules names no linear layer of the model: `{target}`. Its "
+                f"layers have {', '.join(sorted(known))}."
+            )
