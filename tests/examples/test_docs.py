@@ -18,6 +18,7 @@ from dora_rl.runtime.config import LogicalTime, RunConfig
 from dora_rl.runtime.control.evaluator import EvalRecord
 from dora_rl.runtime.records.step_metrics import StepRecord
 from dora_rl.tasks.rewards import BUILT_IN, CONTEXT
+from dora_rl.trainer.settings import LoraSettings
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -69,7 +70,11 @@ def expected() -> dict[str, dict[str, str]]:
             for key, entry in model.model_fields.items()
             if key not in ("inline", "vllm")
         }
-    for name, model in {"runtime.inline": LogicalTime, "rollout.vllm": VllmSettings}.items():
+    for name, model in {
+        "model.lora": LoraSettings,
+        "runtime.inline": LogicalTime,
+        "rollout.vllm": VllmSettings,
+    }.items():
         tables[name] = {key: shown(entry.default) for key, entry in model.model_fields.items()}
     return tables
 
