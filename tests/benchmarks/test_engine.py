@@ -218,6 +218,7 @@ def test_a_sequence_must_fit_the_context(log: list[Any]) -> None:
     assert log == []
 
 
+@pytest.mark.slow
 def test_the_same_work_from_ours_and_from_transformers(tmp_path: Path) -> None:
     """For real, on a tiny model: both answer with all tokens and log-probabilities."""
     model = open_model("tiny", None, tmp_path)

@@ -192,6 +192,7 @@ for module, names in ((os, {names!r}), (select, {names!r}), (socket, {names!r}))
 """
 
 
+@pytest.mark.slow
 def test_a_run_where_linux_is_not(tmp_path: Path) -> None:
     """What Linux alone has is taken from every process of a short run, rewards included."""
     site = tmp_path / "site"

@@ -41,6 +41,7 @@ def run_fresh(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_with_the_guard_a_matmul_survives_and_only_a_machine_that_needs_it_is_limited() -> None:
     done = run_fresh(GUARDED)
     assert done.returncode == 0, done.stderr

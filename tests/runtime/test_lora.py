@@ -21,7 +21,17 @@ from tests.runtime.harness import PROMPTS, assert_sound, lines, records, run, se
 LORA: dict[str, Any] = {"lora": {"rank": 4, "alpha": 16.0}}
 
 
-@pytest.mark.parametrize("paradigm", list(ParadigmName))
+@pytest.mark.parametrize(
+    "paradigm",
+    [
+        ParadigmName.IN_FLIGHT,
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ParadigmName
+            if name is not ParadigmName.IN_FLIGHT
+        ),
+    ],
+)
 def test_a_run_of_adapters_is_sound(paradigm: str, model: Path, tmp_path: Path) -> None:
     ended = run(model, tmp_path / "run", model=LORA, orchestration={"paradigm": paradigm})
     assert_sound(ended)
