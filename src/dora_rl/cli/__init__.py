@@ -19,6 +19,7 @@ from dora_rl.core.protocol.errors import UserError
 COMMANDS = {
     "train": "Train a language model with reinforcement learning.",
     "check": "Try a configuration without training: model, memory, first prompt, reward.",
+    "export": "Write the policy of a run, a LoRA adapter merged into its base if asked.",
     "simulate": "Run the paradigms side by side in virtual time.",
     "plan": "Find the split, staleness bound and depth that serve a cluster best.",
     "audit": "Check the promises of a run from what it wrote.",

@@ -16,7 +16,8 @@ heavy-tailed length on this machine's cores, in minutes.
 Everything is checked before anything is written. The run directory holds config.toml,
 journal.jsonl, ledger.sqlite, metrics.jsonl and metrics.json, samples.jsonl (what the model wrote),
 logs/ (of each worker; rewards.log: what rewards printed), trace.json (for ui.perfetto.dev) and
-checkpoints/step-N, each a Hugging Face model directory.
+checkpoints/step-N, each a Hugging Face model directory (with [model.lora], a PEFT adapter's);
+`dora-rl export` writes one without the trainer's state.
 
 \b
 Ctrl-C once finishes the step, saves, and says how to resume; twice ends at once. A run that was

@@ -9,7 +9,7 @@
     ledger.sqlite    how much of the journal counts, and what a resume needs besides
     trajectories/    the tokens that a resume needs: the ledger names them record by record
     snapshots/       what the core and its observers knew after some event: a resume begins there
-    checkpoints/     step-N: a Hugging Face model directory each
+    checkpoints/     step-N: a Hugging Face model directory each, or a PEFT adapter's
     PARADIGM/        the same again for each paradigm, where a simulation ran several
 
 No run writes into the directory of another. What a resume changes is cut to what the ledger counts,
@@ -152,6 +152,35 @@ def checkpoints_in(directory: Path) -> list[tuple[int, Path]]:
     """The checkpoints of a run, in the order of their steps."""
     found = directory.iterdir() if directory.is_dir() else ()
     return sorted((step, path) for path in found if (step := step_of(path)) is not None)
+
+
+def find_checkpoint(run: str | Path, step: int | None = None) -> tuple[int, Path]:
+    """The last checkpoint of a run, or that of a step, with its step."""
+    run = Path(run)
+    if not run.is_dir():
+        raise UserError(f"no such run: `{run}`. Give a directory that a run wrote with --out.")
+    found = dict(checkpoints_in(run / CHECKPOINTS))
+    if not found and not (run / LEDGER).is_file():
+        raise UserError(
+            f"not a run: `{run}` has neither {LEDGER} nor {CHECKPOINTS}/. Give a directory that "
+            "`dora-rl train` wrote with --out."
+        )
+    if not found:
+        raise UserError(
+            f"no checkpoint in `{run}` yet. Run: dora-rl train --resume {run}; its end saves one, "
+            "and so does one Ctrl-C."
+        )
+    step = max(found) if step is None else step
+    if step not in found:
+        there = ", ".join(map(str, found))
+        raise UserError(f"no checkpoint of step `{step}` in `{run}`. There are those of: {there}.")
+    return step, found[step]
+
+
+def check_outside(run: str | Path, path: str | Path) -> None:
+    """Refuse a path within a run, where a resume would find it and take it for the run's own."""
+    if Path(path).resolve().is_relative_to(Path(run).resolve()):
+        raise UserError(f"within the run: `{path}`. Name a directory outside of `{run}`.")
 
 
 def check_free(path: str | Path) -> None:
