@@ -8,6 +8,8 @@ import pytest
 from dora_rl.benchmarks.contestants import ours
 from dora_rl.benchmarks.contestants.ours import Ours
 from dora_rl.engines.base import Failed, Request, Sampled
+from dora_rl.engines.kv_room import BLOCK_TOKENS
+from dora_rl.engines.registry import EngineName, EngineOptions
 
 
 class FakeEngine:
@@ -17,11 +19,12 @@ class FakeEngine:
         self.requests: list[Request] = []
         self.installed: list[int] = []
         self.waiting: list[Request] = []
-        self.settings: Any = None
+        self.name: Any = None
+        self.options: Any = None
         self.failing = False
 
-    def for_model(self, directory: str, settings: Any) -> "FakeEngine":
-        self.settings = settings
+    def create(self, name: EngineName, options: EngineOptions) -> "FakeEngine":
+        self.name, self.options = name, options
         return self
 
     def install(self, version: int, directory: Path) -> str:
@@ -48,7 +51,7 @@ class FakeEngine:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     fake = FakeEngine()
-    monkeypatch.setattr(ours, "EmbeddedEngine", fake)
+    monkeypatch.setattr(ours, "create_engine", fake.create)
     monkeypatch.setattr(ours, "publish_versions", lambda *given: None)
     monkeypatch.setattr(ours.torch, "set_num_threads", lambda threads: None)
     return fake
@@ -90,10 +93,10 @@ def test_requests_are_all_alike_and_never_the_same_trajectory(
 
 def test_the_kv_memory_holds_the_whole_batch(tmp_path: Path, engine: FakeEngine) -> None:
     contestant(tmp_path)
-    block = engine.settings.block_tokens
+    block = BLOCK_TOKENS
     needed = -(-65 // block) + -(-65 // block)  # of one sequence, which begins two blocks
-    assert engine.settings.kv_budget_tokens == 8 * needed * block
-    assert engine.settings.slots == 8
+    assert engine.options.kv_budget_tokens == 8 * needed * block
+    assert engine.options.slots == 8
 
 
 def test_only_numbers_count_as_log_probabilities(tmp_path: Path, engine: FakeEngine) -> None:
@@ -105,3 +108,23 @@ def test_anything_but_tokens_ends_the_measurement(tmp_path: Path, engine: FakeEn
     engine.failing = True
     with pytest.raises(RuntimeError, match="no number"):
         contestant(tmp_path).generate([[1]], 2)
+
+
+def test_any_engine_installs_what_was_published(
+    tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ours, "publish_versions", lambda *given: pytest.fail("published"))
+    Ours(
+        directory="d",
+        work=str(tmp_path),
+        threads=1,
+        slots=8,
+        prompt_tokens=8,
+        new_tokens=8,
+        versions=2,
+        engine="vllm",
+        weights=str(tmp_path / "adapters"),
+        lora_rank=4,
+    )
+    assert (engine.name, engine.options.lora_rank) == (EngineName.VLLM, 4)
+    assert engine.options.version_slots == 2 and engine.installed == [0, 1]

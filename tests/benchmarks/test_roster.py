@@ -14,7 +14,9 @@ from dora_rl import extras
 from dora_rl.benchmarks.contestants import roster
 from dora_rl.benchmarks.models import Model, open_model
 from dora_rl.core.protocol.errors import UserError
+from dora_rl.engines.registry import EngineName
 from dora_rl.engines.vllm import environment as vllm_environment
+from dora_rl.machine import run_module
 
 SHAPE = roster.Shape(batch=32, prompt_tokens=64, new_tokens=48, threads=2)
 VLLM_FILE = Path(roster.__file__).with_name("vllm.py")
@@ -101,6 +103,20 @@ def test_vllm_gets_what_it_needs(tiny: Model, environment: Path) -> None:
     assert start.env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert start.env["VLLM_CPU_KVCACHE_SPACE"] == "1"
     assert "LD_PRELOAD" not in start.env
+
+
+def test_an_engine_with_its_own_environment_gets_this_package_and_no_other(
+    tiny: Model, environment: Path, tmp_path: Path
+) -> None:
+    vllm, embedded = (
+        roster.engine("e", kind, tiny, SHAPE, tmp_path / "w", versions=2, lora_rank=4)
+        for kind in (EngineName.VLLM, EngineName.EMBEDDED)
+    )
+    assert vllm.python == [str(environment), "-I"] and "PYTHONPATH" not in vllm.env
+    assert vllm.serving == (run_module.__file__, "dora_rl.benchmarks.contestants.serving")
+    assert embedded.python == [sys.executable, "-P"]
+    assert vllm.file == embedded.file
+    assert {**vllm.settings, "engine": ""} == {**embedded.settings, "engine": ""}
 
 
 def test_intel_openmp_is_preloaded_where_vllm_has_it(

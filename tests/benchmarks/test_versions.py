@@ -2,13 +2,20 @@
 
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dora_rl.benchmarks import versions
+from dora_rl.benchmarks.contestants.publisher import Publisher
+from dora_rl.benchmarks.models import open_model
 from dora_rl.benchmarks.versions import Plan, measure
 from dora_rl.core.protocol.errors import UserError
+from dora_rl.engines.registry import EngineName
+from dora_rl.transports.weights.shared_directory import WeightStore
+from dora_rl.weights.fingerprint import probe
+from dora_rl.weights.loading import open_version
 from tests.benchmarks import stubs
 
 SMALL: dict[str, Any] = {
@@ -24,10 +31,12 @@ SMALL: dict[str, Any] = {
 class Fake:
     """Takes half a second a token, times the number of versions."""
 
-    name = "ours"
-
-    def __init__(self, log: list[dict[str, Any]]) -> None:
+    def __init__(self, log: list[dict[str, Any]], name: str = "ours") -> None:
         self._log = log
+        self.name = name
+
+    def settle(self) -> bool:
+        return True
 
     def ask(self, request: str, **given: Any) -> Any:
         self._log.append(given)
@@ -73,6 +82,37 @@ def test_ratios_by_hand(log: list[dict[str, Any]]) -> None:
     ]
 
 
+def test_adapters_take_turns_with_the_base_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    logs: dict[str, list[dict[str, Any]]] = {}
+
+    def fakes(stack: ExitStack, starts: Any, *rest: Any) -> list[Fake]:
+        return [Fake(logs.setdefault(start.name, []), start.name) for start in starts]
+
+    published: list[Any] = []
+    monkeypatch.setattr(versions, "start_all", fakes)
+    monkeypatch.setattr(versions, "_publish", lambda *given: published.append(given))
+    result = measure(Plan(**SMALL, repeats=2, lora=True))
+    assert len(published) == 1
+    assert [given["versions"] for given in logs["base"]] == [1] * 5
+    report = result.to_json()
+    assert (report["engine"], report["lora_rank"]) == ("embedded", 16)
+    assert list(report["versions"]) == ["1", "2", "4"]
+    assert report["no_adapter"]["decode_tokens_per_s"] == 8.0
+    assert report["ratios"] == {
+        "2/1": 0.5,
+        "4/1": 0.25,
+        "1/no_adapter": 1.0,
+        "2/no_adapter": 0.5,
+        "4/no_adapter": 0.25,
+    }
+    head, *rows = result.summary()[1:]
+    assert "to no adapter" in head
+    assert rows[2].split()[:5] == ["4", "1", "2.0", "0.25", "0.25"]
+    assert rows[3].split()[:5] == ["no", "adapter", "4", "8.0", "1.00"]
+    shown = stubs.interrupted_everywhere(partial(measure, Plan(**SMALL, repeats=2, lora=True)))
+    assert shown[0].to_json()["no_adapter"] is None  # not yet measured
+
+
 def test_what_was_measured_can_be_shown_at_any_moment(log: list[dict[str, Any]]) -> None:
     shown = stubs.interrupted_everywhere(partial(measure, Plan(**SMALL, repeats=2)))
     assert [list(result.to_json()["versions"]) for result in shown[:3]] == [
@@ -101,6 +141,9 @@ def test_repeats_that_do_not_fit_are_left_out_and_told_of(
         ({"new_tokens": 1}, "--new-tokens must be >= 2: `1`"),
         ({"dtype": "int4"}, "--dtype must be one of"),
         ({"threads": -2}, "--threads must be >= 1: `-2`"),
+        ({"engine": EngineName.VLLM}, "--engine vllm holds one full set of weights.*Add --lora"),
+        ({"lora_rank": 8}, "--lora-rank is of adapters: `8`. Add --lora"),
+        ({"lora": True, "lora_rank": 0}, "--lora-rank must be from 1 to 512: `0`"),
     ],
 )
 def test_bad_plans_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -120,3 +163,31 @@ def test_several_versions_for_real() -> None:
     assert all(total > 0 for samples in result.samples.values() for _, total in samples.seconds)
     assert told.lines[0] == "loading ours"
     assert told.lines[-1] == "measuring, repeat 1 of 1: 4 versions"
+
+
+def test_adapters_for_real() -> None:
+    told = stubs.Told()
+    result = measure(Plan(**SMALL, versions=(1, 2), repeats=1, lora=True, lora_rank=2), told)
+    assert list(result.samples) == [1, 2] and result.no_adapter is not None
+    assert told.lines[:4] == [
+        "loading publisher",
+        "publishing adapters",
+        "loading adapters",
+        "loading base",
+    ]
+    assert told.lines[-1] == "measuring, repeat 1 of 1: no adapter"
+
+
+def test_fingerprints_are_of_each_adapter(tmp_path: Path) -> None:
+    """By the trainer's code, as vLLM asks for them: other adapters, other fingerprints."""
+    directory = str(open_model("tiny", "float32", tmp_path).directory)
+    publisher = Publisher(threads=1)
+    publisher.publish_model(directory, str(tmp_path / "base"), fingerprints=True)
+    publisher.publish_adapters(directory, str(tmp_path / "adapters"), 2, 4, fingerprints=True)
+    base = open_version(WeightStore(tmp_path / "base").path(0)).manifest.fingerprint
+    store = WeightStore(tmp_path / "adapters")
+    manifests = [open_version(store.path(version)).manifest for version in (0, 1)]
+    found = [base, *(manifest.fingerprint for manifest in manifests)]
+    assert all(manifest.adapter and manifest.adapter.rank == 4 for manifest in manifests)
+    assert all(one is not None and one.tokens == probe(512) for one in found)
+    assert len({one.logprobs for one in found if one is not None}) == 3

@@ -214,6 +214,8 @@ def test_a_contestant_that_dies_is_named_and_the_code_is_1(
         (["versions", "--batch", "-32"], "--batch must be >= 1: `-32`"),
         (["versions", "--versions", "2,4"], "--versions must name 1"),
         (["versions", "--batch", "30"], "--batch must be a multiple of 4"),
+        (["versions", "--engine", "vllm"], "holds one full set of weights"),
+        (["versions", "--lora-rank", "8"], "Add --lora"),
     ],
 )
 def test_bad_input_of_the_engine_benches_is_one_line_and_code_2(

@@ -41,7 +41,7 @@ _TINY_CONFIG: dict[str, Any] = {
 }
 _WEIGHTS = "model.safetensors"
 _DTYPE_KEYS = ("dtype", "torch_dtype")
-_PERTURBATION = 0.02  # of a weight: more than bf16 rounds away, and the model stays sound
+PERTURBATION = 0.02  # of a weight: more than bf16 rounds away, and the model stays sound
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def publish_versions(store: "WeightStore", directory: Path, count: int) -> None:
 
         def perturbed(tensor: torch.Tensor, source: torch.Generator = source) -> torch.Tensor:
             noise = torch.randn(tensor.shape, generator=source)
-            return (tensor * (1 + _PERTURBATION * noise)).to(tensor.dtype)
+            return (tensor * (1 + PERTURBATION * noise)).to(tensor.dtype)
 
         store.publish(version, {name: perturbed(tensor) for name, tensor in tensors.items()})
 

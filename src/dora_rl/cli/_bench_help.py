@@ -47,10 +47,18 @@ Examples:
 
 VERSIONS = """\b
 One engine holds all versions, each with other weights. The rows of the batch are split evenly.
+With --lora the versions are adapters of one base, and a second engine, which serves the base
+without adapters, is measured in turns with it: its rate is what "to no adapter" compares with.
+
+\b
+--engine vllm needs its own environment (make venv-vllm) and --lora, as it holds one full set of
+weights. Fingerprints of the versions are computed by the trainer's code before it starts.
 
 \b
 Examples:
   dora-rl bench versions
+  dora-rl bench versions --model tiny --lora --lora-rank 8
+  dora-rl bench versions --lora --engine vllm
   dora-rl bench versions --model tiny --batch 64 --versions 1,4,8 --json
   dora-rl bench versions --quick
 """

@@ -17,6 +17,7 @@ from dora_rl.cli import _progress, _quick
 from dora_rl.cli._interrupts import INCOMPLETE, kills_interrupt
 from dora_rl.core.protocol.errors import UserError
 from dora_rl.core.protocol.settings import ParadigmName
+from dora_rl.engines.registry import EngineName
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 as_json = click.option("--json", "as_json", is_flag=True, help="Write the measurements as JSON.")
@@ -83,6 +84,16 @@ def children() -> Iterator[None]:
             yield
     except (ContestantFailed, RunFailed) as error:
         raise click.ClickException(str(error)) from error
+
+
+engine = click.option(
+    "--engine",
+    type=click.Choice([str(name) for name in EngineName]),
+    callback=lambda ctx, param, value: EngineName(value),
+    default=str(EngineName.EMBEDDED),
+    show_default=True,
+    help="What generates.",
+)
 
 
 def _default_threads() -> int:

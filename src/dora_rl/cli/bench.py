@@ -11,7 +11,6 @@ from dora_rl.cli import _bench_help as about
 from dora_rl.cli import _benching as benching
 from dora_rl.cli._logged import LoggedGroup
 from dora_rl.cli._output import check_output
-from dora_rl.engines.registry import EngineName
 
 
 @click.group(cls=LoggedGroup, epilog=about.EXAMPLES)
@@ -103,6 +102,15 @@ def migration(**options: Any) -> benching.Measurement:
     metavar="N,N,…",
     help="Numbers of live versions to measure; 1 must be among them.",
 )
+@click.option("--lora", is_flag=True, default=False, help="Versions are LoRA adapters of one base.")
+@click.option(
+    "--lora-rank",
+    type=int,
+    default=None,
+    metavar="N",
+    help="Rank of the adapters, with --lora.  [default: 16]",
+)
+@benching.engine
 @benching.lengths
 @benching.of_an_engine(repeats=5, phase_seconds=300, phase="all numbers")
 @benching.measured
@@ -185,14 +193,7 @@ def trl(**options: Any) -> benching.Measurement:
     "--group-size", type=int, default=4, show_default=True, help="Responses to each prompt."
 )
 @click.option("--seed", type=int, default=0, show_default=True)
-@click.option(
-    "--engine",
-    type=click.Choice([str(name) for name in EngineName]),
-    callback=lambda ctx, param, value: EngineName(value),
-    default=str(EngineName.EMBEDDED),
-    show_default=True,
-    help="What generates.",
-)
+@benching.engine
 @benching.measured
 def modes(groups: int, **options: Any) -> benching.Measurement:
     """The five paradigms as real training: throughput, rollout-only time, bubbles, staleness."""

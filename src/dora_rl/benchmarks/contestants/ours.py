@@ -1,22 +1,29 @@
-"""The embedded engine, by its contract: all requests in, steps until it is idle."""
+"""An engine of this project, by its contract: all requests in, steps until it is idle.
 
-import importlib.metadata
+Also runs in the environment of an engine that has its own.
+"""
+
 import math
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import dora_rl
 from dora_rl.benchmarks.models import publish_versions
 from dora_rl.engines.base import Request, Sampled, Sampling
-from dora_rl.engines.embedded import EmbeddedEngine, EngineSettings
+from dora_rl.engines.embedded.settings import EngineSettings
+from dora_rl.engines.kv_room import BLOCK_TOKENS
+from dora_rl.engines.registry import EngineName, EngineOptions, create_engine
 from dora_rl.transports.weights.shared_directory import WeightStore
 
 
 class Ours:
-    """An engine with `versions` versions of the model, 0 being the model itself."""
+    """An engine with `versions` versions of the model.
+
+    They are in the store `weights`; without one they are published here, 0 being the model itself.
+    """
 
     def __init__(
         self,
@@ -27,26 +34,35 @@ class Ours:
         prompt_tokens: int,
         new_tokens: int,
         versions: int | None = None,
+        engine: str = EngineName.EMBEDDED,
+        weights: str | None = None,
+        lora_rank: int | None = None,
     ) -> None:
         torch.set_num_threads(threads)
-        settings = EngineSettings(slots=slots)
-        block = settings.block_tokens
+        block = BLOCK_TOKENS
         blocks = -(-prompt_tokens // block) + -(-(new_tokens + 1) // block)
-        settings = replace(
-            settings,
+        defaults = EngineSettings()
+        options = EngineOptions(
+            model=Path(directory),
+            slots=slots,
+            version_slots=versions or defaults.version_slots,
             kv_budget_tokens=slots * blocks * block,
-            version_slots=versions or settings.version_slots,
+            kv_dtype=defaults.kv_dtype,
+            prefill_chunk=defaults.prefill_chunk,
+            deterministic=False,
+            lora_rank=lora_rank,
         )
-        self._engine = EmbeddedEngine.for_model(directory, settings)
-        store = WeightStore(Path(work) / "weights")
-        publish_versions(store, Path(directory), versions or 1)
+        self._engine = create_engine(EngineName(engine), options)
+        store = WeightStore(Path(weights or Path(work) / "weights"))
+        if weights is None:
+            publish_versions(store, Path(directory), versions or 1)
         for version in range(versions or 1):
             self._engine.install(version, store.path(version))
         self._issued = 0
 
     def about(self) -> dict[str, Any]:
         return {
-            "version": importlib.metadata.version("dora-rl"),
+            "version": dora_rl.__version__,
             "torch": str(torch.__version__),
             "threads": torch.get_num_threads(),
             "notes": [],

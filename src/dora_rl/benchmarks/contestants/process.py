@@ -44,6 +44,7 @@ class Start:
     settings: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
     pass_fds: tuple[int, ...] = ()
+    serving: Sequence[str] = (str(SERVING),)  # what the interpreter runs
 
 
 class Contestant:
@@ -58,7 +59,7 @@ class Contestant:
         self._unread = b""
         with open(self._last_words, "wb") as stderr:
             self._child = subprocess.Popen(
-                [*start.python, str(SERVING), str(start.file)],
+                [*start.python, *start.serving, str(start.file)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,

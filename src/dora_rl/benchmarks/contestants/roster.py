@@ -13,9 +13,12 @@ from dora_rl.benchmarks.contestants.process import Start
 from dora_rl.benchmarks.limits import DTYPE_BYTES
 from dora_rl.benchmarks.models import Model
 from dora_rl.core.protocol.errors import UserError
+from dora_rl.engines.registry import EngineName, own_interpreter
 from dora_rl.engines.vllm.environment import find_python
+from dora_rl.machine import run_module
 
 OURS = "ours"
+PUBLISHER = "publisher"
 OTHERS = ("hf", "vllm")
 MACHINE = "machine"
 _HERE = Path(__file__).parent
@@ -25,6 +28,7 @@ _OFFLINE = {
     "TQDM_DISABLE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+DEVICE = "auto"  # of an engine that runs on others than CPUs
 _GB = 1 << 30
 
 
@@ -52,7 +56,47 @@ def check_others(names: Sequence[str]) -> None:
 
 
 def ours(model: Model, shape: Shape, work: Path, versions: int | None = None) -> Start:
+    return _of_this_python(OURS, shape.threads, _settings_of_ours(model, shape, work, versions))
+
+
+def engine(
+    name: str,
+    kind: EngineName,
+    model: Model,
+    shape: Shape,
+    weights: Path,
+    *,
+    versions: int,
+    lora_rank: int | None,
+) -> Start:
+    """An engine of this project, in its own environment if it has one, with published versions."""
     settings = {
+        **_settings_of_ours(model, shape, weights.parent, versions),
+        "engine": str(kind),
+        "weights": str(weights),
+        "lora_rank": lora_rank,
+    }
+    interpreter = own_interpreter(kind, {}, DEVICE)
+    if interpreter is None:
+        return _of_this_python(name, shape.threads, settings, OURS)
+    return Start(
+        name,
+        [str(interpreter.python), "-I"],
+        _HERE / f"{OURS}.py",
+        settings,
+        {**_threads(shape.threads), **_OFFLINE, **interpreter.variables},
+        serving=(run_module.__file__, f"{__package__}.serving"),
+    )
+
+
+def publisher(threads: int) -> Start:
+    return _of_this_python(PUBLISHER, threads, {"threads": threads})
+
+
+def _settings_of_ours(
+    model: Model, shape: Shape, work: Path, versions: int | None
+) -> dict[str, Any]:
+    return {
         "directory": str(model.directory),
         "work": str(work),
         "threads": shape.threads,
@@ -61,7 +105,6 @@ def ours(model: Model, shape: Shape, work: Path, versions: int | None = None) ->
         "new_tokens": shape.new_tokens,
         "versions": versions,
     }
-    return _of_this_python(OURS, shape.threads, settings)
 
 
 def machine(threads: int) -> Start:
@@ -108,9 +151,11 @@ def other(name: str, model: Model, shape: Shape) -> Start:
     return Start(name, [str(python), "-I"], _HERE / "vllm.py", settings, env)
 
 
-def _of_this_python(name: str, threads: int, settings: dict[str, Any]) -> Start:
+def _of_this_python(
+    name: str, threads: int, settings: dict[str, Any], file: str | None = None
+) -> Start:
     env = {**_threads(threads), **_OFFLINE}
-    return Start(name, [sys.executable, "-P"], _HERE / f"{name}.py", settings, env)
+    return Start(name, [sys.executable, "-P"], _HERE / f"{file or name}.py", settings, env)
 
 
 def _threads(threads: int) -> dict[str, str]:
