@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from dora_rl.engines.base import Request, Sampled, Sampling
 from dora_rl.engines.embedded import EmbeddedEngine, EngineSettings
+from dora_rl.models import adapters
 from dora_rl.models.linear import Layout
 from dora_rl.transports.weights.shared_directory import WeightStore
 from dora_rl.weights.errors import WeightsError
@@ -44,10 +45,16 @@ def engine_of(models: Models, **settings: Any) -> EmbeddedEngine:
     ids=["packed", "mapped", "exact"],
 )
 @pytest.mark.parametrize("kind", [AdapterModels, SomeTargets])
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("joined", [0, 1 << 20], ids=["apart", "joined"])
 def test_each_of_a_batch_has_its_own_adapter(
-    family: str, kind: type[AdapterModels], settings: dict[str, Any], tmp_path: Path
+    joined: int,
+    kind: type[AdapterModels],
+    settings: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    family = "qwen2" if joined else "llama"  # with biases, and without
+    monkeypatch.setattr(adapters, "_JOINED_NUMBERS", joined)
     models = kind(tmp_path, family)
     engine = engine_of(models, **settings)
     requests = [Request(i, i % 3, (3 + i, 4, 5), SAMPLING) for i in range(12)]
