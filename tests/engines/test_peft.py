@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from dora_rl.engines.base import Request, Sampled, Sampling
@@ -76,6 +77,18 @@ def test_each_of_a_batch_has_its_own_adapter(
         )
         assert raw[i] == pytest.approx(own, abs=1e-3)
         assert raw[i] != pytest.approx(other, abs=0.05)
+
+
+def test_files_may_have_a_tied_head_as_well(tmp_path: Path) -> None:
+    """As many published models do; it is no tensor of its own."""
+    models = AdapterModels(tmp_path, "qwen3", tie_word_embeddings=True)
+    path = models.directory / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, path)
+    engine = engine_of(models)
+    engine.submit(Request(1, 1, (3, 4, 5), SAMPLING))
+    while not engine.idle:
+        engine.step()
 
 
 def test_what_is_not_of_this_base_is_refused(tmp_path: Path) -> None:

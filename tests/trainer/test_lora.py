@@ -1,6 +1,7 @@
 """An adapter is trained instead of the weights: PEFT loads it, and the base never changes."""
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,34 @@ def test_dropout_is_drawn_where_gradients_are_taken_alone(model: Path, tmp_path:
     assert ends[0].distance(ends[1].logprobs) > 1e-3
 
 
+def test_the_noise_of_dropout_is_part_of_what_is_continued(model: Path, tmp_path: Path) -> None:
+    """It is drawn for each pass: with other passes a step would be another one."""
+    for dropout in (0.0, 0.3):
+        lora = LORA.model_copy(update={"dropout": dropout})
+        saved = tmp_path / f"saved-{dropout}"
+        with opened(model, tmp_path / f"a-{dropout}", lora=lora, **FAST) as trainer:
+            trainer.save(saved)
+        more = {"token_budget": 64, **FAST}
+        with opened(model, tmp_path / f"b-{dropout}", lora=lora, **more) as trainer:
+            if not dropout:
+                trainer.restore(saved)
+                continue
+            with pytest.raises(CheckpointError, match=r"train.token_budget was `2048` and is `64`"):
+                trainer.restore(saved)
+
+
+def test_an_adapter_beside_the_base_is_not_taken_along(model: Path, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(model, base)
+    (base / "adapter_config.json").write_text("{}")
+    for name, lora in (("lora", LORA), ("full", None)):
+        with opened(base, tmp_path / f"store-{name}", lora=lora, **FAST) as trainer:
+            trainer.save(tmp_path / name)
+    assert "rank" not in (tmp_path / "lora" / "adapter_config.json").read_text()[:5]
+    assert not (tmp_path / "full" / "adapter_config.json").exists()
+    assert fingerprint_of(base_of(tmp_path / "full")) == fingerprint_of(base_of(model))
+
+
 @pytest.mark.slow
 def test_two_processes_train_the_same_adapter(model: Path, tmp_path: Path) -> None:
     found = []
@@ -167,11 +196,13 @@ def test_a_checkpoint_of_another_adapter_is_refused(model: Path, tmp_path: Path)
     with opened(model, tmp_path / "store", lora=LORA, **FAST) as trainer:
         trained(trainer, 0)
         trainer.save(tmp_path / "saved")
-    assert "trained from another model" in refused(model, tmp_path, None)
-    other = LORA.model_copy(update={"rank": 8})
-    assert "trained from another model" in refused(model, tmp_path, other)
-    other = LORA.model_copy(update={"dropout": 0.5})
-    assert "lora.dropout was `0.0` and is `0.5`" in refused(model, tmp_path, other)
+    assert "lora.rank was `4` and is `None`" in refused(model, tmp_path, None)
+    other = make_model(tmp_path / "other model", "qwen3", seed=2, vocab_size=VOCAB)
+    assert "trained from another model" in refused(other, tmp_path, LORA)
+    for key, value in (("rank", 8), ("alpha", 1.0), ("dropout", 0.5)):
+        was = getattr(LORA, key)
+        said = refused(model, tmp_path, LORA.model_copy(update={key: value}))
+        assert f"lora.{key} was `{was}` and is `{value}`" in said
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,18 @@ def check_tensors(config: ModelConfig, directory: Path, tensors: "Mapping[str, T
         )
 
 
+def check_base(
+    config: ModelConfig, directory: Path, tensors: "Mapping[str, Tensor]"
+) -> "dict[str, Tensor]":
+    """The tensors of a model directory that are the model's; refused if they are not all there.
+
+    Files may have more than is published, such as a head that is tied to the embedding.
+    """
+    own = {name: tensors[name] for name in config.tensors() if name in tensors}
+    check_tensors(config, directory, own)
+    return own
+
+
 def check_adapter(
     base: str | None,
     directory: Path,

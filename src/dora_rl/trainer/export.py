@@ -9,6 +9,7 @@ the initial policy, which a checkpoint has, covers base, rank, alpha and targets
 before; then the directory appears whole or not at all. Memory: the mapped files, and one tensor.
 """
 
+import hashlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,8 +79,11 @@ def export(
 
 def _copy(found: Checkpoint, names: Collection[str], to: Path) -> list[str]:
     for name in names:
+        data = memoryview(disk.map_file(found.directory / name, follow_links=True) or b"")
         with disk.new_file(to / name) as append:
-            append(memoryview(disk.map_file(found.directory / name, follow_links=True) or b""))
+            append(data)
+        if hashlib.sha256(data).hexdigest() != found.files[name]:
+            raise _damaged(found, f"{name} changed while it was copied")
     return list(names)
 
 

@@ -95,12 +95,12 @@ def dropouts(model: Any) -> list[nn.Module]:
 
 
 @contextmanager
-def dropping(layers: Sequence[nn.Module], *place: int) -> Iterator[None]:
+def dropping(layers: Sequence[nn.Module], device: torch.device, *place: int) -> Iterator[None]:
     """Dropout within, drawn as a function of `place`; without layers, nothing is done."""
     if not layers:
         yield
         return
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(_seed_of(*place))
         for layer in layers:
             layer.train()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dora_rl.trainer.errors import CheckpointError
 from dora_rl.weights import disk
+from dora_rl.weights.adapter import CONFIG_FILE
 from dora_rl.weights.errors import WeightsError
 from dora_rl.weights.header import encode_head
 from dora_rl.weights.tensors import bytes_of, dtype_name, ready
@@ -24,6 +25,8 @@ from dora_rl.weights.versions import hidden
 OF_WHOLE_MODELS = frozenset({"config.json", "generation_config.json"})
 _CONFIG = "config.json"
 _INDEX = "model.safetensors.index.json"
+# What is written anew, or would say that whole weights are an adapter.
+_NEVER_COPIED = frozenset({_INDEX, CONFIG_FILE})
 _COPIED = (".json", ".txt", ".model", ".jinja")  # configuration and tokenizer, never weights
 _MAX_COPIED = 1 << 30  # bytes of one copied file; tokenizers have a few dozen MB
 
@@ -67,7 +70,7 @@ def copied_files(source: Path, weights: Mapping[str, Tensor]) -> Iterator[tuple[
         names = disk.names(source)
     for name in names:
         path = source / name
-        if not name.endswith(_COPIED) or name == _INDEX or not path.is_file():
+        if not name.endswith(_COPIED) or name in _NEVER_COPIED or not path.is_file():
             continue
         with _copying(path):
             data = disk.read_small(path, _MAX_COPIED, follow_links=True)

@@ -43,6 +43,8 @@ _FREE = {
     "threads",
     "token_budget",
 }
+# But for the dropout of an adapter, whose noise is drawn for each pass of each process.
+_NOISE = {"device", "processes", "token_budget"}
 _REFUSED = -1  # instead of the step of a checkpoint
 
 
@@ -72,7 +74,8 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def facts(self) -> dict[str, Any]:
         """What a checkpoint must have been trained with to be continued."""
-        facts = {f"train.{k}": v for k, v in self.train.items() if k not in _FREE}
+        free = _FREE - _NOISE if (self.lora or {}).get("dropout") else _FREE
+        facts = {f"train.{k}": v for k, v in self.train.items() if k not in free}
         facts |= {f"algorithm.{k}": v for k, v in self.algorithm.items()}
         facts |= {f"lora.{k}": v for k, v in (self.lora or {}).items()}
         facts |= {"max_tokens": self.max_tokens, "temperature": self.temperature, "seed": self.seed}
@@ -281,12 +284,6 @@ class Replica:
         return masters
 
     def _refuse_others(self, directory: Path, facts: Facts) -> None:
-        if facts.model != self.source.digest:
-            raise CheckpointError(
-                f"`{directory}` was trained from another model: its initial weights have the "
-                f"digest `{facts.model}`, those of `{self.source.directory}` have "
-                f"`{self.source.digest}`. Name the model that the run began with."
-            )
         mine, theirs = self.settings.facts(), facts.settings
         # Through JSON, as the checkpoint's own: tuples have become lists.
         mine = msgspec.json.decode(msgspec.json.encode(mine))
@@ -298,4 +295,10 @@ class Replica:
             )
             raise CheckpointError(
                 f"`{directory}` was trained with other settings: {diff}. Set them as they were."
+            )
+        if facts.model != self.source.digest:
+            raise CheckpointError(
+                f"`{directory}` was trained from another model: its initial weights have the "
+                f"digest `{facts.model}`, those of `{self.source.directory}` have "
+                f"`{self.source.digest}`. Name the model that the run began with."
             )

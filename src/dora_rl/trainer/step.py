@@ -234,7 +234,7 @@ class Stepper:
         for number, micro in enumerate(micros):
             self._world.sync_gradients(self.policy, number == len(micros) - 1)
             place = (self._seed, self.optimizer.count, number, self._world.rank)
-            with dropping(self.policy.dropouts, *place):
+            with dropping(self.policy.dropouts, self.policy.device, *place):
                 part = self._microbatch(batch, micro, scores, aim, tally, first)
                 part.backward()  # type: ignore[no-untyped-call]
             loss += part.detach()

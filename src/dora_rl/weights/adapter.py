@@ -62,10 +62,8 @@ class Adapter:
         return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode("ascii")
 
 
-def decode(value: Any, where: str) -> Adapter | None:
+def decode(value: Any, where: str) -> Adapter:
     """What `encoded` gave, or a refusal that names the entry."""
-    if value is None:
-        return None
     entry = checks.record(value, _KEYS, where)
     rank = checks.number(entry["rank"], f"rank of {where}")
     alpha = entry["alpha"]

@@ -7,7 +7,7 @@
     files        name -> bytes, sha256 of the whole file
     tensors      name -> file, dtype, shape, sha256 of the tensor's bytes
     fingerprint  what `fingerprint.Fingerprint` has, or null where nobody recorded one
-    adapter      what `adapter.Adapter` has, where the version is one of a base, or null
+    adapter      what `adapter.Adapter` has, where the version is one of a base; else it is absent
     checksum     of all of the above, so that no altered byte of the manifest passes
 
 It has one spelling: what does not read back to the same bytes was not written here. It knows
@@ -34,9 +34,8 @@ FORMAT = 2
 FILE_NAME = "manifest.json"
 MAX_BYTES = 100_000_000  # some 400 000 tensors; also the limit of a safetensors header
 
-_KEYS = frozenset(
-    {"format", "version", "digest", "files", "tensors", "fingerprint", "adapter", "checksum"}
-)
+_KEYS = frozenset({"format", "version", "digest", "files", "tensors", "fingerprint", "checksum"})
+_ADAPTER = "adapter"
 _FILE_KEYS = frozenset({"bytes", "sha256"})
 _TENSOR_KEYS = frozenset({"file", "dtype", "shape", "sha256"})
 _FINGERPRINT_KEYS = frozenset({"tokens", "logprobs", "dtype"})
@@ -75,7 +74,7 @@ class Manifest:
 
     def encode(self) -> bytes:
         """The one spelling of this manifest."""
-        content = {
+        content: dict[str, Any] = {
             "format": FORMAT,
             "version": self.version,
             "digest": self.digest,
@@ -94,8 +93,9 @@ class Manifest:
                 "logprobs": self.fingerprint.logprobs,
                 "dtype": self.fingerprint.dtype,
             },
-            "adapter": None if self.adapter is None else self.adapter.encoded(),
         }
+        if self.adapter is not None:
+            content[_ADAPTER] = self.adapter.encoded()
         return _canonical({**content, "checksum": checksum_of(content)}) + b"\n"
 
 
@@ -154,7 +154,7 @@ def decode(raw: bytes, where: str) -> Manifest:
             f"{where} has the format {checks.shown(content['format'])}: this dora-rl reads "
             f"{FORMAT}. Run the dora-rl that published it."
         )
-    checks.record(content, _KEYS, where)
+    checks.record(content, _KEYS | {_ADAPTER} & content.keys(), where)
     checks.number(content["format"], f"format in {where}")
     files = {
         checks.file_name(name, where): _file(value, f"file `{name}` in {where}")
@@ -170,7 +170,9 @@ def decode(raw: bytes, where: str) -> Manifest:
         raise WeightsError(f"{where} has no tensors. Publish it again.")
     version = checks.number(content["version"], f"version in {where}")
     fingerprint = _fingerprint(content["fingerprint"], f"fingerprint in {where}")
-    adapter = adapters.decode(content["adapter"], f"adapter in {where}")
+    adapter = None
+    if _ADAPTER in content:
+        adapter = adapters.decode(content[_ADAPTER], f"adapter in {where}")
     manifest = Manifest(version, files, tensors, fingerprint, adapter)
     if content["digest"] != manifest.digest:
         raise WeightsError(

@@ -33,8 +33,9 @@ class _Lent(Backend):
 
     def close(self) -> None:
         assert self.used_blocks == 0 and not self.running
-        for adapter in self._engine.list_loras():
-            self._engine.remove_lora(adapter)
+        if "enable_lora" in self._arguments:
+            for adapter in self._engine.list_loras():
+                self._engine.remove_lora(adapter)
         self._return_to.append(self)
 
 

@@ -96,12 +96,56 @@ def test_another_adapter_than_was_asked_for_is_caught(
 
     with monkeypatch.context() as wrong:
         wrong.setattr(engine.backend, "add_adapter", other)
+        with pytest.raises(VersionRefused, match=rf"adapter of version {MID} in memory, but"):
+            engine.install(MID, harness.weights(1))
+        wrong.setattr(engine.versions, "_check_held", lambda *given: None)
         with pytest.raises(VersionRefused, match=rf"weights of version {MID}: .* off by"):
             engine.install(MID, harness.weights(1))
     assert set(engine.load().versions) == {OLD}
     drive.install(MID, harness.weights(1))
     drive.submit(ask(harness, 1, MID), ask(harness, 2, OLD))
     drive.run()
+
+
+def test_an_adapter_that_differs_by_a_hair_is_caught(
+    harness: VllmHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A neighbouring version: its log-probabilities are the same but for rounding."""
+    models = harness.models
+    assert isinstance(models, AdapterModels)
+    tensors = models.tensors(1)
+    name = next(name for name in tensors if "lora_B" in name)
+    tensors[name][0, 0] *= 1.0001
+    near = WeightStore(tmp_path / "store")
+    near.publish(1, tensors, adapter=models.adapter)
+    engine = engine_of(start(harness, version_slots=4))
+    add = engine.backend.add_adapter
+    monkeypatch.setattr(
+        engine.backend, "add_adapter", lambda one: add(one._replace(path=str(near.path(1))))
+    )
+    with pytest.raises(VersionRefused, match=rf"adapter of version {MID} in memory, but"):
+        engine.install(MID, harness.weights(1))
+    assert engine.backend._engine.list_loras() == {1}
+
+
+def test_a_step_that_fails_during_an_install_is_no_refusal(
+    adapters: AdapterModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM takes what was scheduled for computed: the worker must end, or it would serve that."""
+    with VllmHarness(adapters, Backends()) as harness:  # which nobody uses again
+        engine = engine_of(start(harness, version_slots=4))
+        engine.submit(ask(harness, 1, OLD, max_tokens=40, ignore_eos=True))
+
+        def broken() -> None:
+            raise RuntimeError("out of memory")
+
+        with monkeypatch.context() as failing:
+            failing.setattr(engine.backend._engine, "step", broken)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                engine.install(MID, harness.weights(1))
+        assert set(engine.load().versions) == {OLD}
+        engine.backend.abort(engine._live[1].id or "")
+        engine.backend.abort("probe")
 
 
 def test_what_is_not_of_this_base_is_refused(harness: VllmHarness, tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ class Backend:
         self._raw: set[str] = set()  # requests that want raw log-probabilities
         self._backlog: deque[list[Emitted]] = deque()  # steps that a probe took
         try:
-            # One place more than is asked for, which is the probe's: an install waits for nobody.
+            # One place more than is asked for, which is the probe's: it waits for no slot.
             slots = self._arguments["max_num_seqs"]
             places = {"max_num_seqs": slots + 1, "max_num_active_seqs": slots}
             arguments = EngineArgs(**_FIXED, **{**self._arguments, **places})
@@ -115,6 +115,12 @@ class Backend:
         """Load it beside the others; requests may be running."""
         self._engine.add_lora(adapter.request())
 
+    def adapter_tensors(self, adapter: LoadedAdapter) -> dict[str, tuple[Tensor, Tensor]]:
+        """A and the scaled B of every module of a loaded adapter, as they are in vLLM's memory."""
+        found: list[dict[str, tuple[Tensor, Tensor]]]
+        found = self._engine.collective_rpc(_held_tensors, args=(adapter.id,))
+        return found[0]
+
     def remove_adapter(self, adapter: LoadedAdapter) -> None:
         """No request of it may be here. Unknown: does nothing."""
         self._engine.remove_lora(adapter.id)
@@ -145,7 +151,7 @@ class Backend:
             max_tokens=1,
             stop_token_ids=(),
             seed=0,
-            salt=adapter.name,
+            salt=f"{_PROBE} {adapter.id}",  # nothing of an earlier install proves this one
             adapter=adapter,
             priority=_FIRST,
         )
@@ -163,7 +169,6 @@ class Backend:
         finally:
             self._scheduler.max_num_active_reqs -= 1
             self._raw_logits.forget(_PROBE)
-            self._engine.abort_request([_PROBE])
 
     # Requests
 
@@ -252,6 +257,21 @@ class Backend:
 
     def _end(self) -> None:
         self._engine.engine_core.shutdown()
+
+
+def _held_tensors(worker: Any, adapter: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """Runs where vLLM's worker is, which is this process."""
+    manager = worker.model_runner.lora_manager._adapter_manager
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    for name, held in manager.get_adapter(adapter).loras.items():
+        modules, parts = [name], [(held.lora_a, held.lora_b, held.scaling)]
+        if isinstance(held.lora_a, list):  # modules that vLLM has side by side
+            modules = manager.packed_modules[name]
+            parts = list(zip(held.lora_a, held.lora_b, held.scaling, strict=True))
+        for module, (down, up, scaling) in zip(modules, parts, strict=True):
+            if down is not None:
+                found[module] = down, up if scaling == 1 else up * scaling
+    return found
 
 
 def _pack_tied_head(model: Any) -> None:

@@ -47,12 +47,6 @@ from dora_rl.models.config import ModelConfig
 from dora_rl.models.tokenizer import StopStrings, Tokenizer
 from dora_rl.weights.loading import open_version
 
-# How far a log-probability of the fingerprint may be off: what rounding explains, with room, in the
-# coarsest dtype on the way from the trainer's products to vLLM's. In float32, 32 tokens of small
-# models were off by 2e-5 at most; of bfloat16, docs/engine.md has 0.15.
-TOLERANCES = {"float32": 0.02, "float16": 0.25, "bfloat16": 1.0}
-DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # as manifests have them
-
 
 @dataclass(slots=True)
 class _Live:

@@ -3,8 +3,10 @@
     full       one set of weights, streamed through vLLM's own reload: what comes replaces the other
     adapters   LoRA adapters of one base, as many as there are slots, each with an id of its own
 
-Either way a version serves only after what the weights say of a fixed text is what the trainer
-recorded when it published them; of full weights, also every tensor must have been taken.
+Either way a version serves only after two proofs. Which weights they are: those that were compared
+with their digests are streamed into vLLM, which must take all of them; an adapter vLLM reads by
+itself, so what it then has in memory is compared with them. That they are in their places: what
+vLLM says of a fixed text is, but for rounding, what the trainer recorded when it published them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,13 +14,15 @@ from itertools import count
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from dora_rl.core.protocol.types import Version
 from dora_rl.engines.errors import VersionRefused
-from dora_rl.engines.fit import check_adapter, check_tensors
+from dora_rl.engines.fit import check_adapter, check_base, check_tensors
 from dora_rl.engines.vllm.backend import Backend, LoadedAdapter
 from dora_rl.models.config import ModelConfig
+from dora_rl.weights.adapter import module_of, tensor_names
 from dora_rl.weights.fingerprint import Fingerprint, probe
 from dora_rl.weights.huggingface import map_model
 from dora_rl.weights.loading import LoadedWeights
@@ -108,7 +112,7 @@ class AdapterVersions:
 
     def __init__(self, backend: Backend, model: Path, config: ModelConfig, dtype: str) -> None:
         base = map_model(model)
-        check_tensors(config, model, base)
+        check_base(config, model, base)
         self._base = weights_digest(base, digests(base))
         self._backend = backend
         self._config = config
@@ -125,19 +129,42 @@ class AdapterVersions:
         adapter = LoadedAdapter(next(self._ids), weights.digest, str(directory))
         try:
             self._backend.add_adapter(adapter)
-            tokens = _fingerprint(weights).tokens
-            said = [
-                self._backend.next_logprob(tokens[:place], tokens[place], adapter)
-                for place in _PLACES
-            ]
+            self._check_held(version, weights, adapter)
+        except VersionRefused:
+            self._backend.remove_adapter(adapter)
+            raise
+        except Exception as error:  # whatever vLLM's loader meets: no step was taken yet
+            self._backend.remove_adapter(adapter)
+            raise _not_loaded(version, directory, error) from error
+        # A step that fails here ends the worker, as any other: vLLM takes what was scheduled for
+        # computed, and every request of it would go on with KV that is not there.
+        tokens = _fingerprint(weights).tokens
+        said = [self._backend.next_logprob(tokens[:at], tokens[at], adapter) for at in _PLACES]
+        try:
             _check_said(version, weights, self._dtype, said, _PLACES)
         except VersionRefused:
             self._backend.remove_adapter(adapter)
             raise
-        except Exception as error:  # whatever vLLM's loader meets
-            self._backend.remove_adapter(adapter)
-            raise _not_loaded(version, directory, error) from error
         self._adapters[version] = adapter
+
+    def _check_held(self, version: Version, weights: LoadedWeights, adapter: LoadedAdapter) -> None:
+        """What vLLM read by itself, and has in memory, is bit for bit what was checked."""
+        entry = weights.manifest.adapter
+        assert entry is not None, "checked before"
+        held = self._backend.adapter_tensors(adapter)
+        expected = {module_of(name) for name in weights.tensors}
+        wrong = sorted(str(module) for module in expected ^ held.keys())
+        for module, (down, up) in held.items():
+            if module in expected:
+                ours = [weights.tensors[name] for name in tensor_names(module)]
+                scaled = ours[1].to(up.dtype) * entry.scale
+                if not (torch.equal(down, ours[0].to(down.dtype)) and torch.equal(up, scaled)):
+                    wrong.append(module)
+        if wrong:
+            raise VersionRefused(
+                f"vLLM does not have the adapter of version {version} in memory, but another one "
+                f"for `{wrong[0]}`, and {len(wrong) - 1} other modules. It is not here."
+            )
 
     def drop(self, version: Version) -> None:
         adapter = self._adapters.pop(version, None)

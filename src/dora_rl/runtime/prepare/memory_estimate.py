@@ -18,7 +18,7 @@ from dora_rl.trainer.settings import LoraSettings
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _TRAINED = 16  # bytes a parameter: weights, gradients and two moments of AdamW, all float32
-_FROZEN = 4  # of the base of an adapter
+_FROZEN = 4  # without those: the base of an adapter, an adapter in an engine
 _GB = 1e9
 
 
@@ -30,7 +30,7 @@ class Footprint:
     versions: int
     kv: int
     num_versions: int  # in one engine, at least: one that is served, and one that comes in
-    lora: bool = False  # they are adapters, of a base that counts as one version
+    lora: bool = False  # they are adapters, and their base counts as one version
 
     @property
     def total(self) -> int:
@@ -42,7 +42,7 @@ class Footprint:
         return (
             f"{_size(self.total)}: {_size(self.trainer)} for the trainer (weights in float32, "
             f"gradients and AdamW{trained}), {_size(self.versions)} for "
-            f"{'the base of the adapters' if self.lora else versions}, {_size(self.kv)} for KV"
+            f"{'the adapters and their base' if self.lora else versions}, {_size(self.kv)} for KV"
         )
 
 
@@ -58,9 +58,12 @@ def footprint(config: RunConfig, model: ModelConfig) -> Footprint:
     num_versions = min(1 + rollout.spare_version_slot, config.version_slots)
     stored = _BYTES[config.train.publish_dtype or model.dtype]
     trainer = _TRAINED * parameters
-    if lora is not None:  # whose own size is nothing beside the base's, but for the optimizer
+    adapters = 0
+    if lora is not None:
         num_versions, stored = 1, _BYTES[model.dtype]
-        trainer = _FROZEN * parameters + _TRAINED * adapter_parameters(lora, model)
+        size = adapter_parameters(lora, model)
+        trainer = _FROZEN * parameters + _TRAINED * size
+        adapters = _FROZEN * size * config.version_slots * instances
     if config.deterministic:  # a float32 copy in every engine
         versions = num_versions * 4 * parameters * instances
     elif has_own_environment(rollout.engine):  # which loads what it serves into its own memory
@@ -71,7 +74,7 @@ def footprint(config: RunConfig, model: ModelConfig) -> Footprint:
     if rollout.kv_budget_tokens is not None:
         tokens = min(tokens, rollout.kv_budget_tokens)
     kv = min(tokens * token_bytes(model, rollout.kv_dtype), memory_share()) * instances
-    return Footprint(trainer, versions, kv, num_versions, lora is not None)
+    return Footprint(trainer, versions + adapters, kv, num_versions, lora is not None)
 
 
 def adapter_parameters(lora: LoraSettings, model: ModelConfig) -> int:

@@ -61,7 +61,8 @@ def _check_weights(plan: Plan, model: ModelConfig) -> None:
     publish = plan.config.train.publish_dtype
     if publish is None or lora is not None:
         found = {_DTYPES[stored[name].dtype] for name in model.tensors()}
-        check_dtypes(plan.model, found, " Set train.publish_dtype.")
+        fix = "Save the base in one of them." if lora else "Set train.publish_dtype."
+        check_dtypes(plan.model, found, f" {fix}")
 
 
 def _check_targets(lora: LoraSettings, model: ModelConfig) -> None:
