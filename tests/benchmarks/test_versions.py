@@ -165,6 +165,7 @@ def test_several_versions_for_real() -> None:
     assert told.lines[-1] == "measuring, repeat 1 of 1: 4 versions"
 
 
+@pytest.mark.slow
 def test_adapters_for_real() -> None:
     told = stubs.Told()
     result = measure(Plan(**SMALL, versions=(1, 2), repeats=1, lora=True, lora_rank=2), told)

@@ -167,6 +167,7 @@ def test_without_its_extra_it_says_how_to_get_it(lora: Path, tmp_path: Path) -> 
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_stopped_export_leaves_nothing(lora: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", STUCK, str(lora), str(tmp_path / "out")]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

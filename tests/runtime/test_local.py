@@ -127,6 +127,7 @@ def test_a_checkpoint_is_asked_for_once(
     assert asked == [2, 4]
 
 
+@pytest.mark.slow
 def test_a_rollout_process_that_is_killed_is_replaced(model: Path, tmp_path: Path) -> None:
     """One instance alone, so that the run cannot end without its successor."""
     ended = run(model, tmp_path / "run", Killer("rollout-0"), **ALONE)

@@ -55,6 +55,7 @@ def test_it_is_a_function_of_the_seed_and_serves_several_at_once(
     assert gaps and max(gaps) < 1e-3
 
 
+@pytest.mark.slow
 def test_a_run_in_processes(model: Path, tmp_path: Path) -> None:
     ended = run(model, tmp_path / "run", model=LORA, runtime={"kind": "local"}, run={"steps": 3})
     assert_sound(ended)

@@ -178,6 +178,7 @@ def test_unknown_paradigms_are_refused() -> None:
 # One section for each key, here and in a run
 
 APART = {  # the same word for other things
+    "alpha": "of a distribution, and of an adapter",
     "kind": "of a distribution, and of a runtime",
     "path": "of measured lengths, and of a model",
     "paradigm": "a table of what differs, and one of them",
