@@ -35,12 +35,11 @@ class TestNormal(EngineContract, StopStringContract, FailureContract):
             yield made
 
 
+@pytest.mark.slow
 class TestAdapters(EngineContract, StopStringContract, FailureContract):
     """Versions that are LoRA adapters of one base."""
 
-    @pytest.fixture(
-        params=[pytest.param(True, marks=pytest.mark.slow), False], ids=["deterministic", "normal"]
-    )
+    @pytest.fixture(params=[True, False], ids=["deterministic", "normal"])
     def harness(self, adapters: Models, request: pytest.FixtureRequest) -> Iterator[Harness]:
         with EmbeddedHarness(adapters, deterministic=request.param) as made:
             yield made
