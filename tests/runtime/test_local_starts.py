@@ -13,7 +13,7 @@ BROKEN = """
 import sys
 if "dora_rl.runtime.launchers.local.worker" in sys.orig_argv:
     from dora_rl.engines.embedded.engine import EmbeddedEngine
-    def for_model(cls, directory, settings=None):
+    def for_model(cls, *given, **more):
         {fault}
     EmbeddedEngine.for_model = classmethod(for_model)
 """
