@@ -93,8 +93,8 @@ test-smollm2: $(STAMP) ## run the tests that need SmolLM2-135M, which is fetched
 # The engine in its own environment, then runs whose workers are started there. What its libraries
 # warn of is not ours to mend.
 test-vllm: $(STAMP) $(STAMP_VLLM) ## run the tests that need vLLM, in an environment of its own
-	PYTHONPATH=src $(VENV_VLLM)/bin/python -m pytest -o filterwarnings=default -m vllm tests/engines/vllm
-	$(BIN)/python -m pytest -m vllm tests/runtime/test_vllm.py
+	PYTHONPATH=src OMP_NUM_THREADS=1 $(VENV_VLLM)/bin/python -m pytest $(TWO) -o filterwarnings=default -m vllm tests/engines/vllm
+	$(BIN)/python -m pytest $(TWO) -m vllm tests/runtime/test_vllm.py tests/runtime/test_vllm_faults.py tests/benchmarks/test_migration.py
 
 # A machine without a GPU tests nothing here, which must not look like success.
 test-gpu: $(STAMP) ## run the tests that need a GPU; without one, say so and fail

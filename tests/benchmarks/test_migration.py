@@ -3,6 +3,7 @@
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from dora_rl.benchmarks import migration
 from dora_rl.benchmarks.migration import COMPARED, Length, Move, Plan, measure
 from dora_rl.core.protocol.errors import UserError
+from dora_rl.engines.registry import EngineName
 from tests.benchmarks import stubs
 
 STAYED = list(range(100, 100 + COMPARED))
@@ -46,6 +48,8 @@ class Fake:
             case "go_on":
                 tokens = self._goes_on[self._way]
                 answer = tokens[len(tokens) - given["count"] :]
+            case "empty":
+                answer = None
         self._answers.append(answer)
 
     def receive(self) -> Any:
@@ -61,13 +65,17 @@ def moved(monkeypatch: pytest.MonkeyPatch, plan: Plan, **goes_on: list[int]) -> 
         return [Fake(start.name, log, ways) for start in starts]
 
     monkeypatch.setattr(migration, "start_all", fakes)
+    monkeypatch.setattr(migration, "_publish", lambda *given: Path("weights"))
     return measure(replace(plan, dtype="float32")), log
 
 
-def test_both_ways_are_taken_in_alternating_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_ways_are_taken_in_alternating_order_and_find_nothing_cached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     _, log = moved(monkeypatch, Plan("tiny", (10,), repeats=2))
-    by_kv = [("target", "take_over"), ("source", "hand_over"), ("target", "go_on")]
-    again = [("target", "begin"), ("target", "go_on")]
+    emptied = [("target", "empty")]
+    by_kv = [*emptied, ("target", "take_over"), ("source", "hand_over"), ("target", "go_on")]
+    again = [*emptied, ("target", "begin"), ("target", "go_on")]
     begin, end = [("source", "begin")], [("source", "go_on")]
     warm_and_second = begin + by_kv + again + end
     first = begin + again + by_kv + end
@@ -167,6 +175,26 @@ def test_moves_for_real_go_on_as_if_there_had_been_none() -> None:
     for length in result.lengths:
         assert length.mismatches == {"kv": 0, "reprefill": 0}
         assert 0 < sum(length.moves[0].parts_s.values()) <= length.kv_s * 1.5
-    assert told.lines[:2] == ["loading source", "loading target"]
+    assert told.lines[:4] == [
+        "loading publisher",
+        "publishing the model",
+        "loading source",
+        "loading target",
+    ]
     text = "\n".join(result.summary())
-    assert "tiny, a random Llama, float32, 1 threads" in text
+    assert "tiny, a random Llama, float32, embedded engine, 1 threads" in text
+
+
+@pytest.mark.vllm
+def test_moves_between_engines_of_vllm() -> None:
+    """Read again for real: without the emptying, one of two would be found in a cache."""
+    plan = Plan("tiny", (40, 4000), repeats=2, threads=1, dtype="float32", engine=EngineName.VLLM)
+    result = measure(plan)
+    short, long = result.lengths
+    assert result.to_json()["engine"] == "vllm"
+    # Whole blocks of 32 tokens: 2 and 125, of 4 layers, keys and values of 2 heads of 32 numbers.
+    assert 0 <= long.bytes - short.bytes - 123 * 32 * 4 * 2 * 2 * 32 * 4 < 20_000
+    for length in result.lengths:
+        assert length.mismatches["kv"] == 0
+    least = min(move.reprefill_s for move in long.moves)
+    assert least > 3 * short.reprefill_s and least > long.kv_s

@@ -60,12 +60,21 @@ def test_an_engine_of_one_version_has_an_instance_for_each_of_several() -> None:
     assert plan.splits(SYNC) == Plan(cores=2, slots=(64,)).splits(SYNC)
 
 
+def test_with_adapters_one_engine_serves_all_versions() -> None:
+    plan = Plan(cores=2, slots=(64,), engine=EngineName.VLLM, lora=True)
+    assert plan.splits(OURS) == Plan(cores=2, slots=(64,)).splits(OURS)
+    config = read_config(plan.config(OURS, plan.splits(OURS)[0], 3))
+    assert config.model.lora is not None
+    assert config.version_slots == plan.max_staleness + 2  # the live ones and a spare
+
+
+@pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("engine", list(EngineName))
 @pytest.mark.parametrize("paradigm", list(ParadigmName))
 def test_every_split_is_a_valid_configuration_with_the_same_slots(
-    paradigm: ParadigmName, engine: EngineName
+    paradigm: ParadigmName, engine: EngineName, lora: bool
 ) -> None:
-    plan = Plan(cores=2, engine=engine)
+    plan = Plan(cores=2, engine=engine, lora=lora)
     for split in plan.splits(paradigm):
         config = read_config(plan.config(paradigm, split, 3))
         assert config.rollout.slots * config.runtime.instances == split.slots

@@ -119,6 +119,16 @@ def test_an_engine_with_its_own_environment_gets_this_package_and_no_other(
     assert {**vllm.settings, "engine": ""} == {**embedded.settings, "engine": ""}
 
 
+def test_a_side_of_a_move_has_its_socket_in_every_environment(
+    tiny: Model, environment: Path, tmp_path: Path
+) -> None:
+    start = roster.mover("s", EngineName.VLLM, tiny, tmp_path, threads=2, tokens=100, fd=9)
+    assert start.python == [str(environment), "-I"]
+    assert start.serving == (run_module.__file__, "dora_rl.benchmarks.contestants.serving")
+    assert (start.pass_fds, start.settings["fd"]) == ((9,), 9)
+    assert start.settings["engine"] == "vllm"
+
+
 def test_intel_openmp_is_preloaded_where_vllm_has_it(
     tiny: Model, environment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,7 +153,7 @@ def test_every_contestant_is_a_file_and_gets_its_threads(tiny: Model, tmp_path: 
         roster.ours(tiny, SHAPE, tmp_path),
         roster.other("hf", tiny, SHAPE),
         roster.machine(2),
-        roster.mover("source", tiny, tmp_path, 2, 100, 9),
+        roster.mover("source", EngineName.EMBEDDED, tiny, tmp_path, threads=2, tokens=100, fd=9),
     ]
     for start in starts:
         assert start.file.is_file()

@@ -13,7 +13,7 @@ from dora_rl.transports.weights.shared_directory import WeightStore
 from dora_rl.weights.adapter import Adapter, tensor_names
 from dora_rl.weights.fingerprint import Fingerprint, probe
 from dora_rl.weights.huggingface import map_model
-from dora_rl.weights.tensors import digests, weights_digest
+from dora_rl.weights.tensors import weights_digest
 from tests.models.random_models import make_model, make_tokenizer, random_model
 
 SHAPE = {"vocab_size": 300, "max_position_embeddings": 96, "eos_token_id": 7}
@@ -65,18 +65,16 @@ class AdapterModels(Models):
     @cached_property
     def adapter(self) -> Adapter:
         base = map_model(self.directory)
-        digest = weights_digest(base, digests(base))
+        digest = weights_digest(base)
         return Adapter(digest, self.RANK, self.ALPHA, self.ADAPTER_TARGETS)
 
     def tensors(self, n: int) -> dict[str, torch.Tensor]:
         noise = torch.Generator().manual_seed(n)
         found = {}
-        for name, shape in self.config.tensors().items():
-            module = name.removesuffix(".weight")
-            if len(shape) == 2 and module.rpartition(".")[2] in self.ADAPTER_TARGETS:
-                down, up = tensor_names(module)
-                found[down] = 0.2 * torch.randn(self.RANK, shape[1], generator=noise)
-                found[up] = 0.2 * torch.randn(shape[0], self.RANK, generator=noise)
+        for module, (outputs, inputs) in self.config.linears(self.ADAPTER_TARGETS).items():
+            down, up = tensor_names(module)
+            found[down] = 0.2 * torch.randn(self.RANK, inputs, generator=noise)
+            found[up] = 0.2 * torch.randn(outputs, self.RANK, generator=noise)
         return found
 
     def model(self, n: int) -> PreTrainedModel:

@@ -10,10 +10,12 @@ import pytest
 from dora_rl import cli
 from dora_rl.config import validate
 from dora_rl.core.protocol.errors import UserError
+from dora_rl.engines import registry
 from dora_rl.engines.registry import EngineName, Interpreter, own_interpreter
 from dora_rl.engines.vllm import environment
 from dora_rl.engines.vllm.settings import VllmSettings
 from dora_rl.machine import run_module
+from dora_rl.runtime.control.memory import memory_watch
 from dora_rl.runtime.launchers.local import processes
 
 
@@ -114,6 +116,69 @@ def test_bad_input_is_told_before_anything_is_written(
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
     assert not out.exists()
+
+
+KNOWN = "echo 0.32.0; echo model max_num_batched_tokens swap_space"
+NEEDS_VLLM = {
+    "an argument that vLLM does not have": (
+        ["rollout.vllm.arguments.max_num_batched_tokns=5"],
+        "`max_num_batched_tokns`. Did you mean `max_num_batched_tokens`?",
+    ),
+    "nothing like it": (["rollout.vllm.arguments.colour=5"], "`colour`. Leave it out."),
+    "KV below one sequence": (
+        ["rollout.kv_budget_tokens=64", "rollout.max_tokens=200"],
+        "Raise rollout.kv_budget_tokens",
+    ),
+    "KV below one block": (
+        ["rollout.kv_budget_tokens=64", "rollout.vllm.block_size=128"],
+        "at least 128",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NEEDS_VLLM)
+def test_what_vllm_is_asked_for_is_told_before_anything_is_written(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert_told(tmp_path, capsys, *NEEDS_VLLM[name])
+
+
+def assert_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], message: str
+) -> None:
+    python = stand_in(tmp_path / "python", KNOWN)
+    given = ["rollout.engine=vllm", f"rollout.vllm.python={python}", *overrides]
+    out = tmp_path / "run"
+    sets = [word for one in given for word in ("--set", one)]
+    assert cli.main(["train", "--plain", "--out", str(out), *sets]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert not out.exists()
+
+
+@pytest.mark.skipif(not memory_watch().in_force, reason="memory is watched on Linux alone")
+def test_kv_beyond_memory_is_told_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    beyond = ["rollout.kv_budget_tokens=100000000000", "rollout.device=cpu"]
+    assert_told(tmp_path, capsys, beyond, "rollout.kv_budget_tokens")
+
+
+@pytest.mark.parametrize(
+    ("device", "gpu", "here"),
+    [("cpu", True, True), ("auto", False, True), ("auto", True, False), ("cuda:0", True, False)],
+)
+def test_kv_on_a_gpu_is_not_of_the_memory_of_this_machine(
+    device: str, gpu: bool, here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "may_have_gpu", lambda: gpu)
+    assert registry.reserves_kv(EngineName.VLLM, device) is here
+    assert not registry.reserves_kv(EngineName.EMBEDDED, device)
+
+
+def test_a_vllm_whose_source_cannot_be_read_refuses_no_argument(tmp_path: Path) -> None:
+    python = stand_in(tmp_path / "python", "echo 0.32.0")
+    assert environment.check(python, {"arguments": {"colour": 1}}) == "0.32.0"
 
 
 def test_another_python_gets_this_package_alone(

@@ -39,6 +39,7 @@ def export(**changes: Any) -> wire.Export:
         "hold": True,
         "held": False,
         "turn_start": 1,
+        "kv_tokens": 4,
         "kv_dtype": "float32",
         "kv_shape": (2, 4, 3),
         "kv": (bytes(range(48)), bytes(range(48, 96))),
@@ -63,6 +64,7 @@ exports = st.builds(
     generated=tokens,
     seed=st.integers(0, 2**64 - 1),
     sampling=samplings,
+    kv_tokens=st.integers(0, 2**63 - 1),
     kv_dtype=st.text(),
     kv_shape=tokens,
     kv=st.lists(st.binary(), max_size=3).map(tuple),
@@ -183,8 +185,8 @@ def test_a_field_of_another_kind_is_refused(change: dict[str, Any]) -> None:
 
 
 def test_another_format_is_refused() -> None:
-    with pytest.raises(ImportRefused, match=r"of format 3: this engine reads 2. Run the same"):
-        wire.decode(wire.encode(export(format=3)))
+    with pytest.raises(ImportRefused, match=r"of format 4: this engine reads 3. Run the same"):
+        wire.decode(wire.encode(export(format=4)))
 
 
 def test_one_that_is_held_may_be_full() -> None:
@@ -196,6 +198,7 @@ def test_the_format_stays_what_it_is() -> None:
     """Engines of two releases may meet during an upgrade: a change needs a new FORMAT."""
     assert list(fields()) == [
         *("format", "model", "trajectory", "version", "digest", "prompt", "generated"),
-        *("seed", "sampling", "hold", "held", "turn_start", "kv_dtype", "kv_shape", "kv"),
+        *("seed", "sampling", "hold", "held", "turn_start"),
+        *("kv_tokens", "kv_dtype", "kv_shape", "kv"),
     ]
-    assert fields()["format"] == wire.FORMAT == 2
+    assert fields()["format"] == wire.FORMAT == 3

@@ -44,6 +44,7 @@ def kv_of(one: PartialTrajectory, **changes: Any) -> bytes:
         "hold": True,
         "held": False,
         "turn_start": 4,
+        "kv_tokens": 1,
         "kv_dtype": "float32",
         "kv_shape": (1,),
         "kv": (bytes(64),),

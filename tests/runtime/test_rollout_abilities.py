@@ -1,6 +1,7 @@
 """Instances of engines that cannot hand KV over: what was generated moves, and is read anew."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,8 +23,9 @@ from tests.runtime.instances import (
     used,
 )
 
-ABLE, UNABLE = {"kv_export": True}, {"kv_export": False}
-PAIRS = [(UNABLE, UNABLE), (ABLE, UNABLE), (UNABLE, ABLE)]
+ABLE: dict[str, Any] = {"kv_export": True}
+UNABLE: dict[str, Any] = {"kv_export": False}
+PAIRS = [(UNABLE, UNABLE), (ABLE, UNABLE), (UNABLE, ABLE), (ABLE, {"kernels": "others"})]
 
 
 @pytest.fixture
@@ -41,7 +43,7 @@ def moved(journey: Journey) -> None:
 @pytest.mark.parametrize(("there", "here"), PAIRS)
 @pytest.mark.parametrize("steps", [0, 1, 4])
 def test_a_move_reads_anew_on_the_same_version(
-    root: Path, there: dict[str, bool], here: dict[str, bool], steps: int
+    root: Path, there: dict[str, Any], here: dict[str, Any], steps: int
 ) -> None:
     source, target = Part(root, **there), Part(root, 1, **here)
     source.tell(begin(1, 10))
@@ -55,7 +57,7 @@ def test_a_move_reads_anew_on_the_same_version(
 
 @pytest.mark.parametrize(("there", "here"), PAIRS)
 def test_a_paused_episode_moves_with_its_turn(
-    root: Path, there: dict[str, bool], here: dict[str, bool]
+    root: Path, there: dict[str, Any], here: dict[str, Any]
 ) -> None:
     message = long_episode(root)
     source, target = Part(root, max_tokens=60, **there), Part(root, 1, max_tokens=60, **here)
@@ -87,9 +89,7 @@ def test_other_weights_do_not_read_it_anew(root: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ability", [ABLE, UNABLE])
 @pytest.mark.parametrize("parked", [False, True])
-def test_an_abort_leaves_it_where_it_was(
-    root: Path, ability: dict[str, bool], parked: bool
-) -> None:
+def test_an_abort_leaves_it_where_it_was(root: Path, ability: dict[str, Any], parked: bool) -> None:
     source, target = Part(root, **ability), Part(root, 1, **ability)
     source.tell(begin(1, 10))
     source.step(3)

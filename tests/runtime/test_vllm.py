@@ -2,9 +2,8 @@
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -19,33 +18,19 @@ from dora_rl.core.protocol.events import (
 )
 from dora_rl.faultlab.processes import workers_of_driver
 from dora_rl.runtime.control.listeners import Listener
-from tests.engines.vllm.shape import SHAPE
-from tests.models.random_models import make_model, make_tokenizer
-from tests.runtime.harness import assert_sound, children, records, run
+from tests.runtime.harness import assert_sound, records, run
+from tests.runtime.vllm_runs import ALONE, VLLM, events, faulty_python, session_of
+from tests.runtime.vllm_runs import model as model
+from tests.runtime.vllm_runs import nobody_is_left_behind as nobody_is_left_behind
 
 pytestmark = pytest.mark.vllm
-VOCABULARY = 300
-VLLM: dict[str, dict[str, Any]] = {
-    "runtime": {"kind": "local", "instances": 2, "report_period_s": 0.1},
-    "rollout": {"engine": "vllm", "slots": 4, "max_tokens": 40, "stop": ["a"]},
-}
+SLOW_STEPS = """
+def step(engine):
+    time.sleep(0.02)
+    return plain_step(engine)
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A llama whose heads vLLM takes, with a tokenizer; token 0 ends a text."""
-    directory = tmp_path_factory.mktemp("model")
-    shape = {**SHAPE, "vocab_size": VOCABULARY, "eos_token_id": 0, "bos_token_id": 0}
-    make_model(directory, "llama", seed=1, **shape)
-    make_tokenizer(VOCABULARY).save(str(directory / "tokenizer.json"))
-    return directory
-
-
-@pytest.fixture(autouse=True)
-def nobody_is_left_behind() -> Iterator[None]:
-    before = {child.pid for child in children()}
-    yield
-    assert {child.pid for child in children()} <= before
+LLMEngine.step = step
+"""
 
 
 class Killer(Listener):
@@ -64,17 +49,6 @@ class Killer(Listener):
             os.kill(self.killed, signal.SIGKILL)
 
 
-def session_of(pid: int) -> int | None:
-    try:
-        return os.getsid(pid)
-    except ProcessLookupError:
-        return None
-
-
-def events(directory: Path, kind: type[Event]) -> list[Any]:
-    return [r.event for r in records(directory) if isinstance(r.event, kind)]
-
-
 def test_a_run_with_vllm(model: Path, tmp_path: Path) -> None:
     """One version each, though an engine holds one at a time: instances are re-assigned."""
     ended = run(model, tmp_path / "run", **{**VLLM, "run": {"steps": 5}})
@@ -88,9 +62,38 @@ def test_a_run_with_vllm(model: Path, tmp_path: Path) -> None:
     assert gaps and max(gaps) < 1e-3
 
 
+def test_trajectories_move_with_their_kv(model: Path, tmp_path: Path) -> None:
+    """Stragglers of a version give up an instance to the next one, and nothing is read anew.
+
+    A trainer that is slower than the engines finds no stragglers, so these wait in every step.
+    """
+    python = faulty_python(tmp_path, SLOW_STEPS)
+    rollout = {"max_tokens": 300, "stop": ["q"], "vllm": {"python": str(python)}}
+    sections = {
+        **VLLM,
+        "rollout": {**VLLM["rollout"], **rollout},
+        "orchestration": {
+            "groups_per_step": 3,
+            "max_staleness": 3,
+            "rebalance_period_s": 0.2,
+            "install_estimate_s": 0.05,
+            "migration_estimate_s": 0.01,
+        },
+        "run": {"steps": 6},
+    }
+    ended = run(model, tmp_path / "run", **sections)
+    assert_sound(ended)
+    assert ended.audit.failed == 0
+    assert events(ended.directory, MigrationCompleted)
+    assert ended.summary.reprefilled_tokens == 0
+    key = "logprob_gap_max"
+    gaps = [step.metrics[key] for step in ended.steps if key in step.metrics]
+    assert gaps and max(gaps) < 1e-3
+
+
 def test_one_engine_serves_several_adapters(model: Path, tmp_path: Path) -> None:
     """Versions that are LoRA adapters: no instance is re-assigned, none is waited for."""
-    sections = {**VLLM, "runtime": {**VLLM["runtime"], "instances": 1}, "run": {"steps": 5}}
+    sections = {**ALONE, "run": {"steps": 5}}
     ended = run(model, tmp_path / "run", **sections, model={"lora": {"rank": 4}})
     assert_sound(ended)
     assert max(step.versions_live for step in ended.steps) >= 3
@@ -103,7 +106,7 @@ def test_one_engine_serves_several_adapters(model: Path, tmp_path: Path) -> None
 
 
 def test_a_killed_engine_is_replaced_and_leaves_nobody_behind(model: Path, tmp_path: Path) -> None:
-    sections = {**VLLM, "runtime": {**VLLM["runtime"], "instances": 1}, "run": {"steps": 3}}
+    sections = {**ALONE, "run": {"steps": 3}}
     killer = Killer(after=3)
     ended = run(model, tmp_path / "run", killer, **sections)
     assert_sound(ended)

@@ -1,21 +1,25 @@
-"""Real samples: what the embedded engine generates from a published version."""
+"""Real samples: what an engine generates from a published version."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 from dora_rl.core.protocol.types import Segment
-from dora_rl.engines.base import FinishReason, Request, Sampled, Sampling
+from dora_rl.engines.base import Engine, FinishReason, Request, Sampled, Sampling
 from dora_rl.engines.embedded import EmbeddedEngine, EngineSettings
 from dora_rl.samples import Sample, Trajectory
 from dora_rl.transports.weights.shared_directory import WeightStore
 
 
+def embedded(model: Path) -> EmbeddedEngine:
+    settings = EngineSettings(slots=16, version_slots=1, kv_budget_tokens=4096)
+    return EmbeddedEngine.for_model(model, settings)
+
+
 class Rollouts:
     """An engine that generates groups from the versions of a store."""
 
-    def __init__(self, model: Path, store: Path, sampling: Sampling, group_size: int) -> None:
-        settings = EngineSettings(slots=16, version_slots=1, kv_budget_tokens=4096)
-        self._engine = EmbeddedEngine.for_model(model, settings)
+    def __init__(self, engine: Engine, store: Path, sampling: Sampling, group_size: int) -> None:
+        self._engine = engine
         self._store = WeightStore(store)
         self._sampling = sampling
         self._group_size = group_size

@@ -11,7 +11,7 @@ from dora_rl.trainer.settings import TrainSettings
 from dora_rl.trainer.trainer import Trainer
 from dora_rl.transports.weights.shared_directory import WeightStore
 from tests.models.random_models import FAMILIES, make_model
-from tests.trainer.rollouts import Rollouts
+from tests.trainer.rollouts import Rollouts, embedded
 
 torch.set_num_threads(1)
 PROMPTS = [(3, 4, 5), (9, 8, 7, 6, 5, 4), (11,), (12, 13)]
@@ -42,7 +42,7 @@ def test_engine_and_trainer_agree_on_logprobs(
     train = TrainSettings.model_validate({"behaviour": behaviour, "learning_rate": 0.01})
     trainer = open_trainer(model, tmp_path / "store", train, "grpo", temperature)
     sampling = Sampling(temperature=temperature, max_tokens=24)
-    rollouts = Rollouts(model, tmp_path / "store", sampling, group_size=3)
+    rollouts = Rollouts(embedded(model), tmp_path / "store", sampling, group_size=3)
     for version in range(3):
         trainer.publish(version)
         samples = rollouts.generate(version, PROMPTS, lambda tokens: tokens[0] % 5)
@@ -64,7 +64,7 @@ def test_a_bandit_is_learned(tmp_path: Path, algorithm: str) -> None:
     train = TrainSettings(learning_rate=0.01)
     trainer = open_trainer(model, tmp_path / "store", train, algorithm, 1.0)
     sampling = Sampling(max_tokens=6, ignore_eos=True)
-    rollouts = Rollouts(model, tmp_path / "store", sampling, group_size=16)
+    rollouts = Rollouts(embedded(model), tmp_path / "store", sampling, group_size=16)
     rewards = []
     for version in range(16):
         trainer.publish(version)

@@ -1,13 +1,15 @@
 """What moving a running trajectory costs: its KV handed over, against its tokens read again.
 
 Two engines of the same weights in two processes. For each length a trajectory runs on one of them
-and continues on the other, once in each way, in an order that is reversed every time:
+and continues on the other, once in each way, in an order that is reversed every time. Before each
+way the target forgets what it has read:
 
     kv          export, send over a socket, import, until its next token is there
     reprefill   its tokens are submitted, until its next token is there
 
 Then it continues where it was, as the reference that both continuations are compared with. Noise
-depends on seed, trajectory and position alone, so only rounding can make a difference.
+depends on seed, trajectory and position alone, or there is none, so only rounding can make a
+difference.
 """
 
 import socket
@@ -15,6 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from dora_rl.benchmarks.contestants import common, roster
@@ -23,6 +26,7 @@ from dora_rl.benchmarks.contestants.samples import median
 from dora_rl.benchmarks.dtypes import DtypeChoice, open_in_best_dtype
 from dora_rl.benchmarks.models import Model, check_model, context_of
 from dora_rl.benchmarks.reporting import Reporter, repeats
+from dora_rl.engines.registry import EngineName
 
 DEFAULT_MODEL = "smollm2"
 DEFAULT_TOKENS = (500, 1000, 2000, 4000)
@@ -30,6 +34,7 @@ DEFAULT_REPEATS = 5
 DEFAULT_PHASE_SECONDS = 120.0
 COMPARED = 8  # tokens after the move
 _PROMPT = 64  # tokens; the rest was generated, as in a long response
+_COMMAND = "dora-rl bench migration"
 _PARTS = ("export_s", "transfer_s", "import_s")
 
 
@@ -43,6 +48,7 @@ class Plan:
     threads: int = field(default_factory=common.default_threads)
     dtype: str | None = None  # what this machine is good at
     phase_seconds: float = DEFAULT_PHASE_SECONDS  # of the moves of one length
+    engine: EngineName = EngineName.EMBEDDED
 
     def __post_init__(self) -> None:
         common.check_numbers("--tokens", self.tokens, "500,1000")
@@ -131,6 +137,7 @@ class Result:
     def to_json(self) -> dict[str, Any]:
         return {
             "model": self.model.to_json(),
+            "engine": str(self.plan.engine),
             "dtype_choice": self.choice.to_json(),
             "threads": self.plan.threads,
             "repeats": self.plan.repeats,
@@ -142,8 +149,8 @@ class Result:
     def summary(self) -> list[str]:
         plan = self.plan
         lines = [
-            f"{self.model.title}, {self.model.config.dtype}, {plan.threads} threads, "
-            f"median of {plan.repeats}",
+            f"{self.model.title}, {self.model.config.dtype}, {plan.engine} engine, "
+            f"{plan.threads} threads, median of {plan.repeats}",
             f"{'tokens':>7} {'MB':>7} {'by KV ms':>9} {'MB/s':>7} {'read again ms':>13} "
             f"{'ratio':>7} {'differ: KV':>10} {'read again':>10}",
         ]
@@ -162,21 +169,16 @@ class Result:
 
 
 def measure(plan: Plan, reporter: Reporter | None = None) -> Result:
-    """Start both engines, and move trajectories from one to the other."""
+    """Start two engines with the same version, and move trajectories from one to the other."""
     reporter = reporter or Reporter()
-    with common.ready("dora-rl bench migration") as (work, notes), ExitStack() as stack:
+    with common.ready(_COMMAND) as (work, notes), ExitStack() as stack:
         longest = max(plan.tokens) + 1 + COMPARED
         common.check_context(context_of(plan.model), longest, "--tokens and what follows")
+        fingerprints = roster.check_engine(plan.engine, _COMMAND, "train")
         model, choice = open_in_best_dtype(plan.model, plan.dtype, work, reporter)
         notes += [choice.reason] if choice.reason else []
-        ends = [stack.enter_context(end) for end in socket.socketpair()]
-        starts = [
-            roster.mover(name, model, work, plan.threads, longest, end.fileno())
-            for name, end in zip(("source", "target"), ends, strict=True)
-        ]
-        source, target = start_all(stack, starts, work, reporter)
-        for end in ends:
-            end.close()  # else a side that dies would not be missed by the other
+        weights = _publish(plan, model, work, fingerprints, reporter)
+        source, target = _start(stack, plan, model, work, weights, longest, reporter)
         moves: dict[int, list[Move]] = {tokens: [] for tokens in sorted(plan.tokens)}
 
         def result() -> Result:
@@ -191,6 +193,50 @@ def measure(plan: Plan, reporter: Reporter | None = None) -> Result:
                 few = common.fewer(len(made), plan.repeats, plan.phase_seconds)
                 notes.append(f"{tokens} tokens: {few}")
         return result()
+
+
+def _publish(plan: Plan, model: Model, work: Path, fingerprints: bool, reporter: Reporter) -> Path:
+    """The model as version 0 of a store, which both engines install."""
+    weights = work / "weights"
+    with ExitStack() as stack:
+        (publisher,) = start_all(stack, [roster.publisher(plan.threads)], work, reporter)
+        reporter.phase("publishing the model")
+        publisher.ask(
+            "publish_model",
+            directory=str(model.directory),
+            weights=str(weights),
+            fingerprints=fingerprints,
+        )
+    return weights
+
+
+def _start(
+    stack: ExitStack,
+    plan: Plan,
+    model: Model,
+    work: Path,
+    weights: Path,
+    longest: int,
+    reporter: Reporter,
+) -> list[Contestant]:
+    """Source and target, with a socket between them."""
+    ends = [stack.enter_context(end) for end in socket.socketpair()]
+    starts = [
+        roster.mover(
+            name,
+            plan.engine,
+            model,
+            weights,
+            threads=plan.threads,
+            tokens=longest,
+            fd=end.fileno(),
+        )
+        for name, end in zip(("source", "target"), ends, strict=True)
+    ]
+    sides = start_all(stack, starts, work, reporter)
+    for end in ends:
+        end.close()  # else a side that dies would not be missed by the other
+    return sides
 
 
 class _Run:
@@ -226,6 +272,7 @@ class _Run:
         ways = [self._by_kv, self._by_reprefill]
         done = {}
         for way in ways if name % 2 else reversed(ways):
+            self._target.ask("empty")
             for side in (self._source, self._target):
                 side.settle()
             done[way] = way(name, prompt, prefix)

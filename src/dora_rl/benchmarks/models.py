@@ -41,6 +41,7 @@ _TINY_CONFIG: dict[str, Any] = {
 }
 _WEIGHTS = "model.safetensors"
 _DTYPE_KEYS = ("dtype", "torch_dtype")
+LORA_RANK = 16  # of adapters, unless another is asked for
 PERTURBATION = 0.02  # of a weight: more than bf16 rounds away, and the model stays sound
 
 

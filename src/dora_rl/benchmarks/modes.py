@@ -3,7 +3,8 @@
 Each paradigm gets its own best split of threads and instances, found by a short search. Then
 they take turns, several rounds, each a run of its own whose first steps do not count; the median
 round of each is shown. Lengths are long-tailed by the task itself. An engine that holds one
-version at a time gets several instances for several versions.
+version at a time gets several instances for several versions; with adapters (`lora`) one engine
+serves them all, and every paradigm trains an adapter.
 """
 
 import statistics
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dora_rl.benchmarks.models import LORA_RANK
 from dora_rl.benchmarks.reporting import Reporter
 from dora_rl.benchmarks.training import train_once, workplace
 from dora_rl.config import merged
@@ -56,6 +58,7 @@ class Plan:
     seed: int = 0
     cores: int = field(default_factory=cores)
     engine: EngineName = EngineName.EMBEDDED
+    lora: bool = False  # versions are adapters of one base
 
     def __post_init__(self) -> None:
         if not self.paradigms:
@@ -79,7 +82,7 @@ class Plan:
         half = max(1, cores // 2)
         if PARADIGMS[paradigm].colocated:
             found = [(1, cores, cores), (cores, 1, cores), (cores, 1, 1)]
-        elif paradigm is OURS and most_versions(self.engine, 2, lora=False) == 1:
+        elif paradigm is OURS and most_versions(self.engine, 2, lora=self.lora) == 1:
             # Several versions need several instances, though they share their cores.
             found = [(max(2, half), 1, half), (max(4, half), 1, half)]
         else:
@@ -91,7 +94,7 @@ class Plan:
         options = {"max_terms": self.max_terms, "tail": self.tail}
         return merged(
             {
-                "model": {"path": "quickstart"},
+                "model": {"path": "quickstart", **self._lora()},
                 "task": {
                     "prompts": "dora_rl.tasks.chains:row",
                     "reward": "dora_rl.tasks.chains:reward",
@@ -121,6 +124,9 @@ class Plan:
                 "run": {"steps": steps, "seed": self.seed},
             }
         )
+
+    def _lora(self) -> dict[str, Any]:
+        return {"lora": {"rank": LORA_RANK, "alpha": 2.0 * LORA_RANK}} if self.lora else {}
 
 
 class Reading(NamedTuple):
@@ -200,6 +206,7 @@ class Result:
             "steps": plan.steps - plan.warmup_steps,
             "rounds": plan.rounds,
             "engine": str(plan.engine),
+            "lora_rank": LORA_RANK if plan.lora else None,
             "cores": plan.cores,
             "groups_per_step": plan.groups_per_step,
             "group_size": plan.group_size,
@@ -234,7 +241,8 @@ class Result:
         if lengths is None:
             return ["No round was measured."]
         lines = [
-            f"{plan.engine}, {plan.groups_per_step} groups of {plan.group_size} a step, "
+            f"{plan.engine}{', versions are adapters' if plan.lora else ''}, "
+            f"{plan.groups_per_step} groups of {plan.group_size} a step, "
             f"{plan.cores} cores; lengths {lengths['mean']:.0f} mean, {lengths['max']:.0f} max; "
             f"{plan.steps - plan.warmup_steps} steps after warm-up, median of {plan.rounds} rounds",
             f"{'':<14} {'tokens/s':>9} {'step s':>7} {'rollout-only s':>14} {'train s':>8} "

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dora_rl import extras
 from dora_rl.benchmarks.contestants import common, roster
 from dora_rl.benchmarks.contestants.process import Contestant, Start, start_all
 from dora_rl.benchmarks.contestants.samples import (
@@ -24,7 +23,7 @@ from dora_rl.benchmarks.contestants.samples import (
     times,
 )
 from dora_rl.benchmarks.dtypes import DtypeChoice, open_in_best_dtype
-from dora_rl.benchmarks.models import Model, check_model, context_of
+from dora_rl.benchmarks.models import LORA_RANK, Model, check_model, context_of
 from dora_rl.benchmarks.reporting import Reporter, repeats
 from dora_rl.core.protocol.errors import UserError
 from dora_rl.engines import registry
@@ -38,7 +37,6 @@ DEFAULT_PROMPT_TOKENS = 32
 DEFAULT_NEW_TOKENS = 32
 DEFAULT_REPEATS = 5
 DEFAULT_PHASE_SECONDS = 300.0
-DEFAULT_LORA_RANK = 16
 NO_ADAPTER = 0  # versions of the turn that serves the base alone
 _COMMAND = "dora-rl bench versions"
 
@@ -101,7 +99,7 @@ class Plan:
     @property
     def rank(self) -> int | None:
         """Of the adapters that versions are, if they are."""
-        return (self.lora_rank or DEFAULT_LORA_RANK) if self.lora else None
+        return (self.lora_rank or LORA_RANK) if self.lora else None
 
     @property
     def turns(self) -> list[int]:
@@ -186,7 +184,7 @@ def measure(plan: Plan, reporter: Reporter | None = None) -> Result:
     with common.ready(_COMMAND) as (work, notes), ExitStack() as stack:
         longest = plan.prompt_tokens + plan.new_tokens
         common.check_context(context_of(plan.model), longest, "--prompt-tokens and --new-tokens")
-        needs_fingerprints = _check_engine(plan)
+        needs_fingerprints = roster.check_engine(plan.engine, _COMMAND, "train", "lora")
         model, choice = open_in_best_dtype(plan.model, plan.dtype, work, reporter)
         notes += [choice.reason] if choice.reason else []
         if plan.lora:
@@ -220,18 +218,6 @@ def measure(plan: Plan, reporter: Reporter | None = None) -> Result:
         if done < plan.repeats:
             notes.append(common.fewer(done, plan.repeats, plan.phase_seconds))
         return result()
-
-
-def _check_engine(plan: Plan) -> bool:
-    """Refuse an engine that cannot run here; whether its versions need fingerprints.
-
-    An engine of another environment has its own form of the weights, and proves them by that.
-    """
-    if not registry.has_own_environment(plan.engine):
-        return False
-    extras.require(f"{_COMMAND} --engine {plan.engine}", "train", "lora")
-    registry.check_interpreter(plan.engine, {}, roster.DEVICE)
-    return True
 
 
 def _publish(plan: Plan, model: Model, work: Path, fingerprints: bool, reporter: Reporter) -> None:

@@ -37,10 +37,16 @@ By KV: exported, sent to another process, imported, until the next token is ther
 its tokens are submitted there, until the next token is there. Both continue as without the move,
 up to rounding: the table counts the moves after which a token differed. In bfloat16 rounding
 depends on how many rows are computed at once, so some do; with --dtype float32 hardly one.
+Before each way the target installs its version anew, so that no cache knows the tokens.
+
+\b
+--engine vllm needs its own environment (make venv-vllm). It is measured with greedy sampling: its
+noise begins anew after a move.
 
 \b
 Examples:
   dora-rl bench migration
+  dora-rl bench migration --engine vllm
   dora-rl bench migration --model tiny --tokens 100,1000 --json
   dora-rl bench migration --quick
 """
@@ -115,7 +121,7 @@ Examples:
   dora-rl bench modes
   dora-rl bench modes --paradigms sync,multi_version --rounds 1 --steps 8 --json
   dora-rl bench modes --quick
-  dora-rl bench modes --engine vllm --paradigms sync,multi_version --search-steps 0
+  dora-rl bench modes --engine vllm --lora --paradigms sync,multi_version --search-steps 0
 """
 
 CONVERGENCE = """\b

@@ -81,6 +81,7 @@ def engine(**options: Any) -> benching.Measurement:
     metavar="N,N,…",
     help="Tokens that the trajectory has in the KV when it moves.",
 )
+@benching.engine
 @benching.of_an_engine(repeats=5, phase_seconds=120, phase="a length")
 @benching.measured
 def migration(**options: Any) -> benching.Measurement:
@@ -193,6 +194,7 @@ def trl(**options: Any) -> benching.Measurement:
     "--group-size", type=int, default=4, show_default=True, help="Responses to each prompt."
 )
 @click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--lora", is_flag=True, default=False, help="Versions are LoRA adapters of one base.")
 @benching.engine
 @benching.measured
 def modes(groups: int, **options: Any) -> benching.Measurement:

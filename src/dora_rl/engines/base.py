@@ -345,7 +345,8 @@ class Engine(Protocol):
     def import_trajectory(self, data: bytes) -> TrajectoryId:
         """Take over what another engine exported, and continue with it as if it had never moved.
 
-        Refused if this engine does not hold the same version with the same digest.
+        Refused if this engine does not hold the same version with the same digest; by `KvRefused`
+        if it does, and cannot read such KV. Then the tokens can be submitted.
         """
 
     def resume(self, trajectory: TrajectoryId) -> None:

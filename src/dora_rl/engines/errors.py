@@ -21,6 +21,10 @@ class ImportRefused(UserError):
     """An exported trajectory that must not continue here: damaged, or of other weights."""
 
 
+class KvRefused(ImportRefused):
+    """KV that this engine cannot read, such as that of other kernels; the tokens are good."""
+
+
 class Unsupported(UserError):
     """An ability that this engine does not have: see `dora_rl.engines.base.Capabilities`."""
 

@@ -29,6 +29,7 @@ from dora_rl.engines import base, wire
 from dora_rl.engines.base import FinishReason, Output, ParkReason, Request, Sampling
 from dora_rl.engines.errors import (
     ImportRefused,
+    KvRefused,
     RequestRefused,
     UnknownTrajectory,
     Unsupported,
@@ -134,6 +135,7 @@ class FakeEngine(base.Engine):
     kv_export: bool = True
     parking: bool = True
     exact_noise: bool = True
+    kernels: str = "plain"  # engines of others cannot read its KV
     decode: Callable[[Sequence[int]], str] | None = None
     clock: Callable[[], float] = time.monotonic
     _digests: dict[Version, str] = field(init=False, default_factory=dict)
@@ -227,7 +229,7 @@ class FakeEngine(base.Engine):
         live.on_host = True
         return wire.encode(
             wire.Export(
-                model=f"fake of {self.vocab_size} tokens",
+                model=self._kind,
                 trajectory=trajectory,
                 version=live.version,
                 digest=self._digests[live.version],
@@ -238,6 +240,7 @@ class FakeEngine(base.Engine):
                 hold=live.request.hold,
                 held=live.state is _State.HELD_ASKED,
                 turn_start=live.turn_start,
+                kv_tokens=live.cached,
                 kv_dtype="uint8",
                 kv_shape=(live.cached, _ENTRY),
                 kv=(live.kv,),
@@ -247,16 +250,21 @@ class FakeEngine(base.Engine):
     def import_trajectory(self, data: bytes) -> TrajectoryId:
         self._require_kv_export()
         export = wire.decode(data)
-        name, model = f"trajectory {export.trajectory}", f"fake of {self.vocab_size} tokens"
+        name = f"trajectory {export.trajectory}"
         try:
             digest = self._digest(export.version)
             self._check(export.request())
         except (RequestRefused, VersionRefused) as error:
             raise ImportRefused(f"{name} cannot continue here: {error}") from None
-        if (export.model, export.digest) != (model, digest):
+        if export.digest != digest:
             raise ImportRefused(
-                f"{name} is of `{export.model}`, `{export.digest}`, and version {export.version} "
-                f"here is `{model}`, `{digest}`. Move it to an engine with the same."
+                f"{name} is of `{export.digest}`, and version {export.version} here is `{digest}`. "
+                "Move it to an engine with the same."
+            )
+        if export.model != self._kind:
+            raise KvRefused(
+                f"the KV of {name} is of a `{export.model}`, and this is a `{self._kind}`. Move it "
+                "to an engine of the same kind."
             )
         kv = b"".join(export.kv)
         tokens = (*export.prompt, *export.generated)[: len(kv) // _ENTRY]
@@ -300,6 +308,10 @@ class FakeEngine(base.Engine):
     def fail_next_load(self) -> None:
         """For tests: the next install fails when it loads, after it has evicted."""
         self._loads_fail += 1
+
+    @property
+    def _kind(self) -> str:
+        return f"fake of {self.vocab_size} tokens, {self.kernels}"
 
     def _require_kv_export(self) -> None:
         if not self.kv_export:

@@ -65,12 +65,9 @@ def check_base(
 
 
 def check_adapter(
-    base: str | None,
-    directory: Path,
-    weights: "LoadedWeights",
-    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    config: ModelConfig, base: str | None, directory: Path, weights: "LoadedWeights"
 ) -> None:
-    """Refuse an adapter of another base than this, whose digest and shapes are given.
+    """Refuse an adapter of another base than this model's weights, whose digest is given.
 
     Without a base, refuse every adapter; with one, whatever is none.
     """
@@ -94,11 +91,9 @@ def check_adapter(
             "was trained on by model.path."
         )
     expected: dict[str, tuple[int, ...]] = {}
-    for name, shape in (shapes or {}).items():
-        module = name.removesuffix(".weight")
-        if len(shape) == 2 and module.rpartition(".")[2] in adapter.targets:
-            down, up = tensor_names(module)
-            expected |= {down: (adapter.rank, shape[1]), up: (shape[0], adapter.rank)}
+    for module, (outputs, inputs) in config.linears(adapter.targets).items():
+        down, up = tensor_names(module)
+        expected |= {down: (adapter.rank, inputs), up: (outputs, adapter.rank)}
     found = {name: tuple(tensor.shape) for name, tensor in weights.tensors.items()}
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):

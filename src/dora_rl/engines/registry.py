@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from dora_rl.engines.base import Engine
+from dora_rl.machine.gpus import may_have_gpu
 
 
 class EngineName(StrEnum):
@@ -48,6 +49,7 @@ class _Entry:
     gpu: bool  # else it is for CPUs
     most_versions: int | None = None  # full sets of weights at once, if there is a limit
     deterministic: bool = True  # it can be bit-exact whatever the batch
+    reserves_kv: bool = False  # a KV budget is allocated as a whole when it starts
     environment: str | None = None  # the module with `find_python`, `check` and `variables`
     settings: str | None = None  # the module with `LEAST_TOKENS` and `sampling_refusal`
 
@@ -59,6 +61,7 @@ _ENTRIES = {
         gpu=True,
         most_versions=1,
         deterministic=False,
+        reserves_kv=True,
         environment="dora_rl.engines.vllm.environment",
         settings="dora_rl.engines.vllm.settings",
     ),
@@ -88,6 +91,15 @@ def most_versions(name: EngineName, wanted: int, *, lora: bool) -> int:
 
 def can_be_deterministic(name: EngineName) -> bool:
     return _ENTRIES[name].deterministic
+
+
+def reserves_kv(name: EngineName, device: str) -> bool:
+    """Whether all of a KV budget is taken from this machine's memory as soon as it starts.
+
+    With `auto` that is so where there is no GPU, whose own memory it would be.
+    """
+    on_gpu = device.startswith("cuda") or (device == "auto" and may_have_gpu())
+    return _ENTRIES[name].reserves_kv and not on_gpu
 
 
 def has_own_environment(name: EngineName) -> bool:
@@ -133,7 +145,7 @@ def own_interpreter(
 
 
 def check_interpreter(name: EngineName, options: Mapping[str, Any], device: str) -> None:
-    """Refuse an engine whose environment is not there, or does not have what it needs."""
+    """Refuse an engine whose environment is not there, or does not have what is asked of it."""
     found = own_interpreter(name, options, device)
     if found is not None:
-        import_module(str(_ENTRIES[name].environment)).check(found.python)
+        import_module(str(_ENTRIES[name].environment)).check(found.python, options)

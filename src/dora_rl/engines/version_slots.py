@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dora_rl.core.protocol.types import TrajectoryId, Version
-from dora_rl.engines.errors import VersionRefused
+from dora_rl.engines.errors import ImportRefused, VersionRefused
+from dora_rl.engines.wire import Export
 
 
 @dataclass(slots=True)
@@ -56,3 +57,14 @@ class VersionSlots:
                 f"version {version} is not installed; here are {sorted(self.digests)}. "
                 "Install it first."
             ) from None
+
+    def check_import(self, export: Export) -> None:
+        """Refuse a trajectory of weights that are not live here."""
+        here = self.digests.get(export.version)
+        if here != export.digest:
+            which = f"has the digest `{here}` here" if here else "is not installed here"
+            raise ImportRefused(
+                f"trajectory {export.trajectory} was sampled from version {export.version} with "
+                f"the digest `{export.digest}`, which {which}. Move it to an instance of the "
+                "same weights."
+            )

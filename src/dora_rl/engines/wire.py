@@ -14,7 +14,7 @@ from dora_rl.core.protocol.types import TrajectoryId, Version
 from dora_rl.engines.base import Request, Sampling
 from dora_rl.engines.errors import ImportRefused
 
-FORMAT = 2
+FORMAT = 3
 _CRC = struct.Struct("<I")
 
 
@@ -37,6 +37,7 @@ class Export(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     hold: bool
     held: bool
     turn_start: int
+    kv_tokens: int  # those that the KV is of, from the first
     kv_dtype: str
     kv_shape: tuple[int, ...]
     kv: tuple[bytes, ...]  # in parts, since msgpack ends at 4 GiB

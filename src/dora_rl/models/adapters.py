@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from dora_rl.models.config import ModelConfig
 from dora_rl.models.decoder import Decoder, Layer
 from dora_rl.models.linear import Layout, Linear, Tiled
 from dora_rl.weights.adapter import Adapter, tensor_names
@@ -109,14 +110,11 @@ def _places(sizes: Sequence[int]) -> list[slice]:
 
 
 def build_adapter(
-    shapes: Mapping[str, tuple[int, ...]],
-    adapter: Adapter,
-    tensors: Mapping[str, Tensor],
-    layout: Layout,
-    num_layers: int,
+    config: ModelConfig, adapter: Adapter, tensors: Mapping[str, Tensor], layout: Layout
 ) -> AdapterWeights:
-    """An adapter of checked tensors; `shapes` are those of the base's."""
+    """An adapter of checked tensors."""
     kind = _Exact if layout is Layout.TILED else _Plain
+    linears = config.linears()
 
     def delta(layer: int, modules: Sequence[str]) -> Delta | None:
         names = [f"model.layers.{layer}.{module}" for module in modules]
@@ -124,7 +122,7 @@ def build_adapter(
             return None
         downs, ups = [], []
         for name in names:
-            outputs, inputs = shapes[f"{name}.weight"]
+            outputs, inputs = linears[name]
             down, up = tensor_names(name)
             if down in tensors:
                 downs.append(tensors[down].float())
@@ -138,7 +136,7 @@ def build_adapter(
         found = {product: delta(layer, modules) for product, modules in PRODUCTS.items()}
         return {product: one for product, one in found.items() if one is not None}
 
-    return AdapterWeights(tuple(deltas(layer) for layer in range(num_layers)))
+    return AdapterWeights(tuple(deltas(layer) for layer in range(config.num_layers)))
 
 
 def adapted(base: Decoder, spans: Sequence[AdapterSpan]) -> Decoder:

@@ -7,6 +7,7 @@ means what transformers takes it to mean. Whatever the decoder would not compute
 
 import json
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,20 @@ class ModelConfig:
         if not self.tied:
             shapes["lm_head.weight"] = (self.vocab_size, hidden)
         return shapes
+
+    def linears(self, last_names: Collection[str] | None = None) -> dict[str, tuple[int, int]]:
+        """Outputs and inputs of the linear layers between embedding and head, by module.
+
+        Of those with one of the last names, such as `q_proj`, if they are given.
+        """
+        found = {
+            name.removesuffix(".weight"): (shape[0], shape[1])
+            for name, shape in self.tensors().items()
+            if name.startswith("model.layers.") and len(shape) == 2
+        }
+        if last_names is None:
+            return found
+        return {name: of for name, of in found.items() if name.rpartition(".")[2] in last_names}
 
 
 def read_config(directory: str | Path) -> ModelConfig:

@@ -258,7 +258,8 @@ class RunConfig(ConfigModel):
 
     def _check_engine_memory(self) -> None:
         rollout, name = self.rollout, self.rollout.engine
-        least = least_kv_tokens(name)
+        block = rollout.engine_options.get("block_size", 1)
+        least = -(-least_kv_tokens(name) // block) * block  # whole blocks
         if rollout.kv_budget_tokens is not None and rollout.kv_budget_tokens < least:
             raise ValueError(
                 f"rollout.kv_budget_tokens must be at least {least} with the {name} engine: "

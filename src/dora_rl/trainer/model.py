@@ -28,7 +28,7 @@ from dora_rl.trainer.sharding import local, shard_of
 from dora_rl.weights.adapter import Adapter
 from dora_rl.weights.fingerprint import Fingerprint, probe
 from dora_rl.weights.huggingface import map_model
-from dora_rl.weights.tensors import digests, weights_digest
+from dora_rl.weights.tensors import weights_digest
 
 VALUE_HEAD = "value_head."
 _VARLEN = "flash_attention_2"
@@ -201,13 +201,13 @@ class Source:
         """What versions are adapters of, if they are: the base is read once for it."""
         if self.lora is None:
             return None
-        base = weights_digest(self.base, digests(self.base))
+        base = weights_digest(self.base)
         return Adapter(base, self.lora.rank, self.lora.alpha, self.lora.target_modules)
 
     @cached_property
     def digest(self) -> str:
         """Of all that training starts from, computed once: it reads all of it."""
-        return weights_digest(self.tensors, digests(self.tensors), self.adapter)
+        return weights_digest(self.tensors, adapter=self.adapter)
 
 
 def load(

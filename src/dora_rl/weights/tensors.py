@@ -93,9 +93,12 @@ def digests(
 
 
 def weights_digest(
-    tensors: Mapping[str, torch.Tensor], sha256: Mapping[str, str], adapter: Adapter | None = None
+    tensors: Mapping[str, torch.Tensor],
+    sha256: Mapping[str, str] | None = None,
+    adapter: Adapter | None = None,
 ) -> str:
-    """The digest of these weights, as a manifest has it; `sha256` is from `digests`."""
+    """The digest of these weights, as a manifest has it; `sha256`, if known, is from `digests`."""
+    sha256 = digests(tensors) if sha256 is None else sha256
     rows = (
         (name, dtype_name(tensor), tuple(tensor.shape), sha256[name])
         for name, tensor in tensors.items()

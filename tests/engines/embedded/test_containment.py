@@ -182,6 +182,7 @@ def test_a_claimed_shape_is_not_allocated(models: Models) -> None:
             **{name: getattr(honest, name) for name in honest.__struct_fields__},
             "prompt": (5,) * (tokens_claimed + 1),
             "model": f"llama {10**6}x{config.num_kv_heads}x{config.head_dim}",
+            "kv_tokens": tokens_claimed,
             "kv_shape": (10**6, 2, tokens_claimed, config.num_kv_heads, config.head_dim),
             "kv": (),
         }

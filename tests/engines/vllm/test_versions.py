@@ -1,6 +1,8 @@
 """vLLM serves the version that it says, and says of each token how probable it was."""
 
+import dataclasses
 import math
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
@@ -10,10 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from vllm import EngineArgs  # type: ignore[import-not-found]
+from vllm.exceptions import VLLMValidationError  # type: ignore[import-not-found]
 
+from dora_rl.core.protocol.errors import UserError
 from dora_rl.engines.base import FinishReason, Request, Sampling
 from dora_rl.engines.errors import RequestRefused, VersionRefused
 from dora_rl.engines.fake import distribution
+from dora_rl.engines.vllm import environment
 from dora_rl.engines.vllm.engine import VllmEngine
 from tests.engines.driving import MID, NEW, OLD, Drive, Record, ask, start
 from tests.engines.random_versions import Models, logprobs_of
@@ -21,6 +27,9 @@ from tests.engines.vllm.harness import Backends, VllmHarness
 from tests.engines.vllm.shape import BLOCK, SHAPE
 
 pytestmark = pytest.mark.vllm
+# Of a hundred tokens in float32, whose noise is another every time: 3e-4 was seen. Other weights,
+# other KV and other filters are off by far more.
+TOLERANCE = 1e-3
 PAIRS = [
     ("model.layers.0.self_attn.k_proj.weight", "model.layers.1.self_attn.k_proj.weight"),
     ("model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"),
@@ -56,9 +65,9 @@ def assert_logprobs(harness: VllmHarness, request: Request, record: Record, n: i
     for i, token in enumerate(record.tokens):
         at = logits[len(request.prompt) + i - 1]
         expected = float(log_distribution(at, request.sampling)[token])
-        assert record.logprobs[i] == pytest.approx(expected, abs=1e-4)
+        assert record.logprobs[i] == pytest.approx(expected, abs=TOLERANCE)
         if request.sampling.raw_logprobs:
-            assert record.raw[i] == pytest.approx(float(at.log_softmax(-1)[token]), abs=1e-4)
+            assert record.raw[i] == pytest.approx(float(at.log_softmax(-1)[token]), abs=TOLERANCE)
 
 
 WISHES: list[dict[str, Any]] = [
@@ -290,3 +299,41 @@ def test_what_vllm_would_sample_otherwise_is_refused(
     with pytest.raises(RequestRefused, match="trajectory 1 cannot be sampled so"):
         drive.engine.submit(ask(harness, 1, **wish))
     drive.check()
+
+
+def refuse(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def add_request(*given: object, **more: object) -> None:
+        raise error
+
+    monkeypatch.setattr(engine.backend._engine, "add_request", add_request)
+
+
+@pytest.mark.parametrize("error", [VLLMValidationError("not this"), ValueError("not this")])
+def test_what_vllm_alone_refuses_changes_nothing(
+    harness: VllmHarness, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its start, and after what an environment said; the others go on."""
+    drive = start(harness)
+    engine = engine_of(drive)
+    drive.submit(ask(harness, 1, max_tokens=60, hold=True, stop_token_ids=tuple(range(150))))
+    drive.submit(ask(harness, 2, max_tokens=60, ignore_eos=True))
+    drive.until_held(1)
+    before = list(engine._live[1].response)
+    with monkeypatch.context() as refusing:
+        refuse(engine, refusing, error)
+        with pytest.raises(RequestRefused, match=r"vLLM refuses trajectory 3: .*: not this"):
+            engine.submit(ask(harness, 3, raw_logprobs=True))
+        with pytest.raises(RequestRefused, match=r"vLLM refuses trajectory 1: .*: not this"):
+            engine.extend(1, harness.prompt(7, 5))
+    assert engine._live[1].response == before and engine.backend._raw == set()
+    drive.check()
+    drive.extend(1, harness.prompt(7, 5))
+    drive.submit(ask(harness, 3))
+    drive.run()
+
+
+def test_the_names_of_arguments_are_read_without_importing_vllm() -> None:
+    version, *names = environment.ask(Path(sys.executable))
+    assert names == [field.name for field in dataclasses.fields(EngineArgs)]
+    with pytest.raises(UserError, match=rf"vLLM {version} does not know: `colour`"):
+        environment.check(Path(sys.executable), {"arguments": {"colour": 1}})

@@ -20,7 +20,7 @@ from dora_rl.transports.weights.shared_directory import WeightStore
 from dora_rl.weights.adapter import Adapter, tensor_names
 from dora_rl.weights.fingerprint import Fingerprint
 from dora_rl.weights.huggingface import map_model
-from dora_rl.weights.tensors import digests, weights_digest
+from dora_rl.weights.tensors import weights_digest
 
 # Of tensors by their names in files.
 _Fingerprints = Callable[[dict[str, Tensor]], Fingerprint | None]
@@ -42,30 +42,27 @@ class Publisher:
         """Versions 0 to `versions` - 1 in the store `weights`, each another adapter."""
         lora = LoraSettings(rank=rank, alpha=2.0 * rank)
         base = map_model(Path(directory))
-        digest = weights_digest(base, digests(base))
+        digest = weights_digest(base)
         adapter = Adapter(digest, lora.rank, lora.alpha, lora.target_modules)
-        shapes = read_config(directory).tensors()
+        linears = read_config(directory).linears(lora.target_modules)
         store = WeightStore(Path(weights))
         with _fingerprints(Path(directory), lora, fingerprints) as fingerprint:
             for version in range(versions):
-                tensors = _adapter(adapter, shapes, version)
+                tensors = _adapter(adapter, linears, version)
                 found = fingerprint(tensors)
                 store.publish(version, tensors, fingerprint=found, adapter=adapter)
 
 
-def _adapter(adapter: Adapter, shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
+def _adapter(adapter: Adapter, linears: dict[str, tuple[int, int]], seed: int) -> dict[str, Tensor]:
     """What it adds to the output of a module has the size of the perturbation, for inputs of 1."""
     source = torch.Generator().manual_seed(seed)
     up_scale = PERTURBATION / adapter.scale / math.sqrt(adapter.rank)
     found = {}
-    for name, shape in shapes.items():
-        module = name.removesuffix(".weight")
-        if len(shape) == 2 and module.rpartition(".")[2] in adapter.targets:
-            outputs, inputs = shape
-            down, up = tensor_names(module)
-            a = torch.randn(adapter.rank, inputs, generator=source)
-            found[down] = a / math.sqrt(inputs)
-            found[up] = up_scale * torch.randn(outputs, adapter.rank, generator=source)
+    for module, (outputs, inputs) in linears.items():
+        down, up = tensor_names(module)
+        a = torch.randn(adapter.rank, inputs, generator=source)
+        found[down] = a / math.sqrt(inputs)
+        found[up] = up_scale * torch.randn(outputs, adapter.rank, generator=source)
     return found
 
 

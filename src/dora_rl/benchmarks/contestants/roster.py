@@ -4,7 +4,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,12 @@ from dora_rl.benchmarks.contestants.process import Start
 from dora_rl.benchmarks.limits import DTYPE_BYTES
 from dora_rl.benchmarks.models import Model
 from dora_rl.core.protocol.errors import UserError
-from dora_rl.engines.registry import EngineName, own_interpreter
+from dora_rl.engines.registry import (
+    EngineName,
+    check_interpreter,
+    has_own_environment,
+    own_interpreter,
+)
 from dora_rl.engines.vllm.environment import find_python
 from dora_rl.machine import run_module
 
@@ -55,6 +60,19 @@ def check_others(names: Sequence[str]) -> None:
         find_python()
 
 
+def check_engine(kind: EngineName, user: str, *needed: str) -> bool:
+    """Refuse an engine that cannot run here; whether its versions need fingerprints.
+
+    An engine of another environment has its own form of the weights, and proves them by that.
+    `needed` are extras for fingerprints; `user` is a command.
+    """
+    if not has_own_environment(kind):
+        return False
+    extras.require(f"{user} --engine {kind}", *needed)
+    check_interpreter(kind, {}, DEVICE)
+    return True
+
+
 def ours(model: Model, shape: Shape, work: Path, versions: int | None = None) -> Start:
     return _of_this_python(OURS, shape.threads, _settings_of_ours(model, shape, work, versions))
 
@@ -76,17 +94,7 @@ def engine(
         "weights": str(weights),
         "lora_rank": lora_rank,
     }
-    interpreter = own_interpreter(kind, {}, DEVICE)
-    if interpreter is None:
-        return _of_this_python(name, shape.threads, settings, OURS)
-    return Start(
-        name,
-        [str(interpreter.python), "-I"],
-        _HERE / f"{OURS}.py",
-        settings,
-        {**_threads(shape.threads), **_OFFLINE, **interpreter.variables},
-        serving=(run_module.__file__, f"{__package__}.serving"),
-    )
+    return _of_its_python(name, kind, shape.threads, settings, OURS)
 
 
 def publisher(threads: int) -> Start:
@@ -111,23 +119,19 @@ def machine(threads: int) -> Start:
     return _of_this_python(MACHINE, threads, {"threads": threads})
 
 
-def mover(name: str, model: Model, work: Path, threads: int, tokens: int, fd: int) -> Start:
-    """One side of a migration; `fd` is a socket to the other side."""
+def mover(
+    name: str, kind: EngineName, model: Model, weights: Path, *, threads: int, tokens: int, fd: int
+) -> Start:
+    """One side of a migration, with a published version; `fd` is a socket to the other side."""
     settings = {
         "directory": str(model.directory),
-        "weights": str(work / "weights"),
+        "weights": str(weights),
         "threads": threads,
         "tokens": tokens,
         "fd": fd,
+        "engine": str(kind),
     }
-    return Start(
-        name,
-        [sys.executable, "-P"],
-        _HERE / "mover.py",
-        settings,
-        _threads(threads),
-        pass_fds=(fd,),
-    )
+    return replace(_of_its_python(name, kind, threads, settings, "mover"), pass_fds=(fd,))
 
 
 def other(name: str, model: Model, shape: Shape) -> Start:
@@ -156,6 +160,23 @@ def _of_this_python(
 ) -> Start:
     env = {**_threads(threads), **_OFFLINE}
     return Start(name, [sys.executable, "-P"], _HERE / f"{file or name}.py", settings, env)
+
+
+def _of_its_python(
+    name: str, kind: EngineName, threads: int, settings: dict[str, Any], file: str
+) -> Start:
+    """In the engine's own environment, if it has one."""
+    interpreter = own_interpreter(kind, {}, DEVICE)
+    if interpreter is None:
+        return _of_this_python(name, threads, settings, file)
+    return Start(
+        name,
+        [str(interpreter.python), "-I"],
+        _HERE / f"{file}.py",
+        settings,
+        {**_threads(threads), **_OFFLINE, **interpreter.variables},
+        serving=(run_module.__file__, f"{__package__}.serving"),
+    )
 
 
 def _threads(threads: int) -> dict[str, str]:

@@ -33,7 +33,6 @@ from dora_rl.engines.embedded.sequences import Prompt, Sequence, Stage
 from dora_rl.engines.embedded.settings import EngineSettings
 from dora_rl.engines.embedded.versions import AdapterVersions, FullVersions, Versions
 from dora_rl.engines.errors import (
-    ImportRefused,
     RequestRefused,
     UnknownTrajectory,
     VersionRefused,
@@ -76,13 +75,12 @@ class EmbeddedEngine:
             getattr(torch, self.settings.kv_dtype),
         )
         self._scheduler = Scheduler(self._pool, self.settings.slots)
-        self._lora = base is not None
         self._versions: Versions = FullVersions(config, self.settings)
         if base is not None:
             with torch.inference_mode():
                 self._versions = AdapterVersions(base, config, self.settings)
         self._forwarder = Forwarder(config, self._versions, self._pool, exact=exact)
-        self._slots = VersionSlots(self.settings.version_slots)
+        self._version_slots = VersionSlots(self.settings.version_slots)
         self._stops: dict[TrajectoryId, StopStrings] = {}
         self._plan: tuple[list[Sampling], SamplingPlan] | None = None
         self._rates = Rates()
@@ -102,16 +100,16 @@ class EmbeddedEngine:
             kv_export=True,
             parking=True,
             exact_noise=True,
-            lora=self._lora,
+            lora=self._versions.lora,
         )
 
     # Versions
 
     def install(self, version: Version, directory: Path, evict: Version | None = None) -> str:
         weights = open_version(directory)
-        if self._slots.has(version, weights.digest, directory):
+        if self._version_slots.has(version, weights.digest, directory):
             return weights.digest
-        gone = self._slots.to_evict(version, evict)
+        gone = self._version_slots.to_evict(version, evict)
         self._versions.check(directory, weights)
         try:
             if gone is not None:
@@ -122,16 +120,16 @@ class EmbeddedEngine:
             raise VersionRefused(
                 f"version {version} could not be loaded from `{directory}`: "
                 f"{type(error).__name__}: {error}. Here are versions "
-                f"{sorted(self._slots.digests)}. Free memory, or lower rollout.version_slots or "
-                "rollout.kv_budget_tokens."
+                f"{sorted(self._version_slots.digests)}. Free memory, or lower "
+                "rollout.version_slots or rollout.kv_budget_tokens."
             ) from error
-        self._slots.digests[version] = weights.digest
+        self._version_slots.digests[version] = weights.digest
         return weights.digest
 
     def evict(self, version: Version) -> None:
         here = [s.id for s in self._scheduler.sequences.values() if s.version == version]
-        self._slots.check_unused(version, here)
-        self._slots.digests.pop(version, None)
+        self._version_slots.check_unused(version, here)
+        self._version_slots.digests.pop(version, None)
         with torch.inference_mode():
             self._versions.drop(version)
         self._rates.forget(version)
@@ -139,7 +137,7 @@ class EmbeddedEngine:
     # Trajectories
 
     def submit(self, request: Request) -> None:
-        self._slots.digest(request.version)
+        self._version_slots.digest(request.version)
         if request.trajectory in self._scheduler.sequences:
             raise RequestRefused(
                 f"trajectory {request.trajectory} is here already. Cancel it first, or use "
@@ -185,21 +183,14 @@ class EmbeddedEngine:
     def export_trajectory(self, trajectory: TrajectoryId) -> bytes:
         sequence = self._sequence(trajectory)
         self._scheduler.park(sequence, ParkReason.ASKED)
-        digest = self._slots.digest(sequence.version)
+        digest = self._version_slots.digest(sequence.version)
         kv = self._scheduler.kv_of(sequence)
         return wire.encode(moving.export(self.config, sequence, digest, kv))
 
     def import_trajectory(self, data: bytes) -> TrajectoryId:
         export = wire.decode(data)
         request = export.request()
-        digest = self._slots.digests.get(request.version)
-        if digest is None or export.digest != digest:
-            here = f"has the digest `{digest}` here" if digest else "is not installed here"
-            raise ImportRefused(
-                f"trajectory {export.trajectory} was sampled from version {export.version} with "
-                f"the digest `{export.digest}`, which {here}. Move it to an instance of the "
-                "same weights."
-            )
+        self._version_slots.check_import(export)
         kv = moving.kv_of(self.config, export, self._pool.keys_LNKDT.dtype)
         self.submit(request)
         self._scheduler.bring(self._sequence(request.trajectory), kv)
@@ -228,7 +219,7 @@ class EmbeddedEngine:
 
     def load(self) -> Load:
         versions = {}
-        for version, digest in self._slots.digests.items():
+        for version, digest in self._version_slots.digests.items():
             stages = [s.stage for s in self._scheduler.sequences.values() if s.version == version]
             versions[version] = VersionLoad(
                 digest=digest,
@@ -249,7 +240,7 @@ class EmbeddedEngine:
     def close(self) -> None:
         for sequence in list(self._scheduler.sequences.values()):
             self._forget(sequence)
-        for version in list(self._slots.digests):
+        for version in list(self._version_slots.digests):
             self.evict(version)
 
     # Inside
@@ -294,7 +285,7 @@ class EmbeddedEngine:
                 Sampled(
                     trajectory=sequence.id,
                     version=sequence.version,
-                    digest=self._slots.digest(sequence.version),
+                    digest=self._version_slots.digest(sequence.version),
                     tokens=(draw.tokens[row],),
                     logprobs=(draw.logprobs[row],),
                     raw_logprobs=None if raw is None else (raw,),

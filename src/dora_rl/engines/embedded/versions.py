@@ -23,7 +23,7 @@ from dora_rl.models.linear import Layout, onednn_order
 from dora_rl.models.stacking import stack, stacked_steps
 from dora_rl.weights.huggingface import map_model
 from dora_rl.weights.loading import LoadedWeights
-from dora_rl.weights.tensors import digests, weights_digest
+from dora_rl.weights.tensors import weights_digest
 
 # A version up to this size is stepped together with the others: see docs/engine.md.
 _STACKED_BYTES = 32 << 20
@@ -31,6 +31,9 @@ _STACKED_BYTES = 32 << 20
 
 class Versions(Protocol):
     """Weights by version; `load` adds one, `drop` forgets it."""
+
+    @property
+    def lora(self) -> bool: ...
 
     def check(self, directory: Path, weights: LoadedWeights) -> None:
         """Refuse what is no version of this engine's model."""
@@ -52,6 +55,8 @@ class Versions(Protocol):
 class FullVersions:
     """Every version a full set of weights."""
 
+    lora = False
+
     def __init__(self, config: ModelConfig, settings: EngineSettings) -> None:
         self._config = config
         self._settings = settings
@@ -61,7 +66,7 @@ class FullVersions:
         self.stacked: tuple[list[Version], Decoder] | None = None
 
     def check(self, directory: Path, weights: LoadedWeights) -> None:
-        check_adapter(None, directory, weights)
+        check_adapter(self._config, None, directory, weights)
         check_tensors(self._config, directory, weights.tensors)
 
     def load(self, version: Version, weights: LoadedWeights) -> None:
@@ -96,33 +101,32 @@ class FullVersions:
 class AdapterVersions:
     """Every version a LoRA adapter of one base, which is in memory from the start."""
 
+    lora = True
     stacked = None
 
     def __init__(self, directory: Path, config: ModelConfig, settings: EngineSettings) -> None:
         files = map_model(directory)
         base = check_base(config, directory, files)
-        self._digest = weights_digest(files, digests(files))
+        self._digest = weights_digest(files)
         self._config = config
         self._layout = settings.layout_for(sum(tensor.nbytes for tensor in base.values()), 1)
         self._base = build_decoder(config, base, self._layout)
-        self._shapes = config.tensors()
         self._block_tokens = settings.block_tokens
         self._tried = not settings.deterministic
         self._adapters: dict[Version, AdapterWeights] = {}
         self._last: tuple[list[tuple[Version, int]], list[RowSpan]] | None = None
 
     def check(self, directory: Path, weights: LoadedWeights) -> None:
-        check_adapter(self._digest, directory, weights, self._shapes)
+        check_adapter(self._config, self._digest, directory, weights)
 
     def load(self, version: Version, weights: LoadedWeights) -> None:
         adapter = weights.manifest.adapter
         assert adapter is not None, "checked before"
-        layers = self._config.num_layers
-        built = build_adapter(self._shapes, adapter, weights.tensors, self._layout, layers)
+        built = build_adapter(self._config, adapter, weights.tensors, self._layout)
         if not self._tried:  # with numbers: the first version's B is zero
             noise = torch.Generator().manual_seed(0)
             drawn = {n: torch.randn(t.shape, generator=noise) for n, t in weights.tensors.items()}
-            trial = build_adapter(self._shapes, adapter, drawn, self._layout, layers)
+            trial = build_adapter(self._config, adapter, drawn, self._layout)
             check_exact(_with(self._base, trial), self._block_tokens)
             self._tried = True
         self._adapters[version] = built

@@ -16,16 +16,20 @@ import torch
 import vllm  # type: ignore[import-not-found]
 from torch import Tensor
 from vllm import EngineArgs, SamplingParams
+from vllm.config import KVTransferConfig  # type: ignore[import-not-found]
+from vllm.exceptions import VLLMClientError  # type: ignore[import-not-found]
 from vllm.lora.request import LoRARequest  # type: ignore[import-not-found]
 from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found]
 from vllm.v1.engine.llm_engine import LLMEngine  # type: ignore[import-not-found]
 
 from dora_rl.core.protocol.errors import UserError
 from dora_rl.engines.base import Sampling
-from dora_rl.engines.vllm import raw_logits
-from dora_rl.engines.vllm.environment import check_version
+from dora_rl.engines.vllm import kv_connector, raw_logits
+from dora_rl.engines.vllm.environment import check_arguments, check_version
+from dora_rl.engines.vllm.kv_connector import BlockKv, BlockLayout, HandedKv
 from dora_rl.engines.vllm.raw_logits import RawLogits
 
+REFUSALS = (ValueError, TypeError, VLLMClientError)  # what vLLM raises for what it does not take
 _PROBE = "probe"
 _FIRST = -1  # the priority of the probe; those of trajectories are their ages
 _FIXED = {
@@ -66,7 +70,8 @@ class Backend:
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         """`arguments` are those of `EngineArgs`, but for what is set here for every engine."""
         check_version(vllm.__version__, Path(sys.executable))
-        _check_arguments(arguments)
+        known = {field.name for field in dataclasses.fields(EngineArgs)}
+        check_arguments(arguments, known, vllm.__version__)
         self._arguments = arguments
         self._start()
 
@@ -77,13 +82,21 @@ class Backend:
             # One place more than is asked for, which is the probe's: it waits for no slot.
             slots = self._arguments["max_num_seqs"]
             places = {"max_num_seqs": slots + 1, "max_num_active_seqs": slots}
-            arguments = EngineArgs(**_FIXED, **{**self._arguments, **places})
+            handing = KVTransferConfig(
+                kv_connector=HandedKv.__name__,
+                kv_connector_module_path=HandedKv.__module__,
+                kv_role="kv_consumer",
+            )
+            arguments = EngineArgs(
+                **_FIXED, **{**self._arguments, **places}, kv_transfer_config=handing
+            )
             self._engine = LLMEngine.from_engine_args(arguments)
-        except (ValueError, TypeError, NotImplementedError) as error:
+        except (*REFUSALS, NotImplementedError) as error:
             # Of the configuration; whatever else there is may be over when it is tried again.
             raise UserError(
                 f"vLLM {vllm.__version__} does not start with the model in "
-                f"`{self._arguments['model']}`: {type(error).__name__}: {error}"
+                f"`{self._arguments['model']}`: {type(error).__name__}: {error} (The room "
+                "for its KV is rollout.kv_budget_tokens, its context rollout.vllm.context.)"
             ) from error
         self._raw_logits = RawLogits.newest
         # vLLM sets a request's generator back after a part of its prompt, and fails on a CPU, whose
@@ -94,6 +107,8 @@ class Backend:
         self._scheduler = self._engine.engine_core.engine_core.scheduler
         pool = self._scheduler.kv_cache_manager.block_pool
         self.num_blocks: int = pool.num_gpu_blocks - 1  # one of them is never given out
+        self._handed: HandedKv = self._scheduler.connector
+        self.kv_layout: BlockLayout | None = self._handed.layout
 
     def restart(self) -> None:
         """Begin anew, without weights: after a reload that failed, vLLM may hold parts of it.
@@ -118,7 +133,7 @@ class Backend:
     def adapter_tensors(self, adapter: LoadedAdapter) -> dict[str, tuple[Tensor, Tensor]]:
         """A and the scaled B of every module of a loaded adapter, as they are in vLLM's memory."""
         found: list[dict[str, tuple[Tensor, Tensor]]]
-        found = self._engine.collective_rpc(_held_tensors, args=(adapter.id,))
+        found = self._engine.collective_rpc(_tensors_in_memory, args=(adapter.id,))
         return found[0]
 
     def remove_adapter(self, adapter: LoadedAdapter) -> None:
@@ -184,11 +199,19 @@ class Backend:
         salt: str,
         adapter: LoadedAdapter | None,
         priority: int,
+        kv: BlockKv | None = None,
     ) -> None:
         """Queue a request; `salt` keeps its KV apart from that of every other salt.
 
-        On a GPU its noise is a function of `seed`.
+        On a GPU its noise is a function of `seed`. What `kv` has of it is not computed.
         """
+        extra: dict[str, Any] = {}
+        if sampling.raw_logprobs:
+            extra[raw_logits.KEY] = request
+            self._raw.add(request)
+        if kv is not None and kv.tokens:
+            extra["kv_transfer_params"] = {kv_connector.KEY: request}
+            self._handed.hand(request, kv)
         params = SamplingParams(
             temperature=sampling.temperature,
             top_k=sampling.top_k,
@@ -202,10 +225,8 @@ class Backend:
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            extra_args={raw_logits.KEY: request} if sampling.raw_logprobs else None,
+            extra_args=extra or None,
         )
-        if sampling.raw_logprobs:
-            self._raw.add(request)
         prompt = {"prompt_token_ids": list(tokens), "cache_salt": salt}
         lora = None if adapter is None else adapter.request()
         self._engine.add_request(request, prompt, params, lora_request=lora, priority=priority)
@@ -213,6 +234,7 @@ class Backend:
     def abort(self, request: str) -> None:
         self._raw.discard(request)
         self._raw_logits.forget(request)
+        self._handed.forget(request)
         for number, step in enumerate(self._backlog):
             self._backlog[number] = [emitted for emitted in step if emitted.request != request]
         self._engine.abort_request([request])
@@ -239,6 +261,15 @@ class Backend:
             self._raw.discard(request)
         return emitted
 
+    def copy_kv(self, request: str, most: int) -> BlockKv | None:
+        """What is computed of a request, up to so many tokens; None if nothing is."""
+        for internal in self._engine.output_processor.external_req_ids.get(request, ()):
+            found = self._scheduler.requests[internal]
+            if tokens := min(found.num_computed_tokens, most):
+                (block_ids,) = self._scheduler.kv_cache_manager.get_block_ids(internal)
+                return self._handed.copy(block_ids, tokens)
+        return None
+
     @property
     def running(self) -> list[str]:
         """Requests that have a slot."""
@@ -259,7 +290,7 @@ class Backend:
         self._engine.engine_core.shutdown()
 
 
-def _held_tensors(worker: Any, adapter: int) -> dict[str, tuple[Tensor, Tensor]]:
+def _tensors_in_memory(worker: Any, adapter: int) -> dict[str, tuple[Tensor, Tensor]]:
     """Runs where vLLM's worker is, which is this process."""
     manager = worker.model_runner.lora_manager._adapter_manager
     found: dict[str, tuple[Tensor, Tensor]] = {}
@@ -292,13 +323,3 @@ def _logprobs(completion: Any) -> list[float]:
     """Of the sampled tokens, from vLLM's flat form."""
     flat = completion.logprobs
     return [flat.logprobs[start] for start in flat.start_indices] if flat is not None else []
-
-
-def _check_arguments(arguments: Mapping[str, Any]) -> None:
-    known = {field.name for field in dataclasses.fields(EngineArgs)}
-    for name in arguments:
-        if name not in known:
-            raise UserError(
-                f"vLLM {vllm.__version__} has no engine argument `{name}`. Those of its EngineArgs "
-                "can be in rollout.vllm.arguments."
-            )

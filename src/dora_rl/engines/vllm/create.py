@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-from dora_rl.core.protocol.errors import SettingsError
+from dora_rl.config.text import one_line
+from dora_rl.core.protocol.errors import SettingsError, UserError
 from dora_rl.engines import kv_room
 from dora_rl.engines.registry import EngineOptions
 from dora_rl.engines.version_slots import VersionSlots
@@ -15,6 +16,7 @@ from dora_rl.engines.vllm.versions import AdapterVersions, FullVersion, Versions
 from dora_rl.models import cpu
 from dora_rl.models.config import ModelConfig, read_config
 from dora_rl.models.tokenizer import load_tokenizer
+from dora_rl.weights.fingerprint import probe
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 
@@ -42,6 +44,7 @@ def create(options: EngineOptions) -> VllmEngine:
     dtype = settings.dtype or config.dtype
     cpu.guard()
     backend = Backend(_arguments(options, settings, config, context=context, dtype=dtype))
+    _try_out(backend, options, config)
     versions: Versions = FullVersion(backend, config, dtype)
     if options.lora_rank is not None:
         versions = AdapterVersions(backend, options.model, config, dtype)
@@ -53,6 +56,20 @@ def create(options: EngineOptions) -> VllmEngine:
         EngineLimits(options.slots, context, settings.block_size),
         load_tokenizer(options.model),
     )
+
+
+def _try_out(backend: Backend, options: EngineOptions, config: ModelConfig) -> None:
+    """One pass, with whatever weights there are: vLLM starts with shapes that it has no kernel for.
+
+    Every install would fail for it, and every successor of the worker be given up in turn.
+    """
+    try:
+        backend.prompt_logprobs(probe(config.vocab_size))
+    except RuntimeError as error:
+        raise UserError(
+            f"vLLM cannot compute the model in `{options.model}`: {one_line(error)}. Use another "
+            "model, or rollout.engine = `embedded`."
+        ) from error
 
 
 def _arguments(

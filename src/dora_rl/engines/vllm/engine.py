@@ -17,6 +17,7 @@ from itertools import count
 from pathlib import Path
 
 from dora_rl.core.protocol.types import TrajectoryId, Version
+from dora_rl.engines import moving, wire
 from dora_rl.engines.base import (
     Capabilities,
     Failed,
@@ -40,7 +41,8 @@ from dora_rl.engines.requests import (
     finish_reason,
 )
 from dora_rl.engines.version_slots import VersionSlots
-from dora_rl.engines.vllm.backend import Backend, Emitted
+from dora_rl.engines.vllm.backend import REFUSALS, Backend, Emitted
+from dora_rl.engines.vllm.kv_connector import BlockKv, BlockLayout
 from dora_rl.engines.vllm.settings import sampling_refusal
 from dora_rl.engines.vllm.versions import Versions
 from dora_rl.models.config import ModelConfig
@@ -59,6 +61,8 @@ class _Live:
     stops: StopStrings | None
     id: str | None = None  # of vLLM's request, while it samples
     held: bool = False
+    parked: bool = False  # asked for by an export, until it is resumed
+    kv: BlockKv | None = None  # what vLLM had of it when it was parked
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,7 @@ class VllmEngine:
 
     backend: Backend
     versions: Versions
-    slots: VersionSlots
+    version_slots: VersionSlots
     config: ModelConfig
     limits: EngineLimits
     tokenizer: Tokenizer | None
@@ -88,33 +92,40 @@ class VllmEngine:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(version_slots=self.slots.count, lora=self.versions.lora)
+        return Capabilities(
+            version_slots=self.version_slots.count,
+            kv_export=self.backend.kv_layout is not None,
+            lora=self.versions.lora,
+        )
 
     # Versions
 
     def install(self, version: Version, directory: Path, evict: Version | None = None) -> str:
         weights = open_version(directory)
-        if self.slots.has(version, weights.digest, directory):
+        if self.version_slots.has(version, weights.digest, directory):
             return weights.digest
-        gone = self.slots.to_evict(version, evict)
+        gone = self.version_slots.to_evict(version, evict)
         self.versions.check(directory, weights)
         if gone is not None:
             self.evict(gone)
         self.versions.load(version, directory, weights)
-        self.slots.digests[version] = weights.digest
+        self.version_slots.digests[version] = weights.digest
         return weights.digest
 
     def evict(self, version: Version) -> None:
         here = [t for t, live in self._live.items() if live.request.version == version]
-        self.slots.check_unused(version, here)
-        if self.slots.digests.pop(version, None) is not None:
+        self.version_slots.check_unused(version, here)
+        if self.version_slots.digests.pop(version, None) is not None:
             self.versions.drop(version)
         self._rates.forget(version)
 
     # Trajectories
 
     def submit(self, request: Request) -> None:
-        self.slots.digest(request.version)
+        self.version_slots.digest(request.version)
+        self._enter(request, None)
+
+    def _enter(self, request: Request, kv: BlockKv | None) -> None:
         if request.trajectory in self._live:
             raise RequestRefused(
                 f"trajectory {request.trajectory} is here already. Cancel it first, or use "
@@ -125,7 +136,7 @@ class VllmEngine:
         if request.sampling.stop and self.tokenizer is not None:
             stops = StopStrings(request.sampling.stop, self.tokenizer)
         live = _Live(request, next(self._ages), list(request.prefix), request.turn_start, stops)
-        live.held = request.held
+        live.held, live.kv = request.held, kv
         if not live.held:
             self._start(live)
         self._live[request.trajectory] = live
@@ -135,18 +146,26 @@ class VllmEngine:
         request, response = live.request, live.response
         sampling = request.sampling
         name = f"{request.trajectory}-{next(self._ids)}"
-        self.backend.add(
-            name,
-            [*request.prompt, *response],
-            sampling,
-            max_tokens=room(sampling.max_tokens, self.context, len(request.prompt), len(response)),
-            stop_token_ids=end_tokens(request, self.config),
-            seed=_seed(request, len(response)),
-            salt=self.slots.digest(request.version),
-            adapter=self.versions.adapter(request.version),
-            priority=live.age,  # the oldest first, also after a turn
-        )
-        live.id = name
+        longest = room(sampling.max_tokens, self.context, len(request.prompt), len(response))
+        try:
+            self.backend.add(
+                name,
+                [*request.prompt, *response],
+                sampling,
+                max_tokens=longest,
+                stop_token_ids=end_tokens(request, self.config),
+                seed=_seed(request, len(response)),
+                salt=self.version_slots.digest(request.version),
+                adapter=self.versions.adapter(request.version),
+                priority=live.age,  # the oldest first, also after a turn
+                kv=live.kv,
+            )
+        except REFUSALS as error:  # vLLM's own checks, beyond `_check`
+            self.backend.abort(name)
+            raise RequestRefused(
+                f"vLLM refuses trajectory {request.trajectory}: {type(error).__name__}: {error}"
+            ) from error
+        live.id, live.kv = name, None
         self._sampling[name] = live
 
     def extend(self, trajectory: TrajectoryId, tokens: tuple[int, ...]) -> None:
@@ -158,10 +177,17 @@ class VllmEngine:
             )
         check_extension(live.request, len(live.response), tokens, self.context)
         check_vocabulary(trajectory, tokens, self.config)
+        before = len(live.response), live.turn_start
         live.response += tokens
         live.turn_start = len(live.response)
+        try:
+            if not live.parked:
+                self._start(live)
+        except RequestRefused:
+            del live.response[before[0] :]
+            live.turn_start = before[1]
+            raise
         live.held = False
-        self._start(live)
 
     def cancel(self, trajectory: TrajectoryId) -> bool:
         live = self._live.pop(trajectory, None)
@@ -175,6 +201,54 @@ class VllmEngine:
             del self._sampling[live.id]
             self.backend.abort(live.id)
             live.id = None
+
+    # Moves
+
+    def export_trajectory(self, trajectory: TrajectoryId) -> bytes:
+        layout, live = self._layout(), self._get(trajectory)
+        if live.id is not None:
+            # A step that vLLM made and nobody heard of is not part of it.
+            known = len(live.request.prompt) + len(live.response) - 1
+            live.kv = self.backend.copy_kv(live.id, known)
+            self._stop(live)
+        live.parked = True
+        kv = live.kv or layout.nothing()
+        return wire.encode(
+            moving.export(
+                live.request,
+                self.version_slots.digest(live.request.version),
+                layout.kind,
+                kv.blocks,
+                kv.tokens,
+                generated=live.response,
+                turn_start=live.turn_start,
+                held=live.held,
+            )
+        )
+
+    def import_trajectory(self, data: bytes) -> TrajectoryId:
+        layout, export = self._layout(), wire.decode(data)
+        self.version_slots.check_import(export)
+        tokens = export.kv_tokens
+        blocks = moving.kv_of(export, layout.kind, layout.shape(max(0, tokens)))
+        self._enter(export.request(), BlockKv(tokens, blocks))
+        return export.trajectory
+
+    def resume(self, trajectory: TrajectoryId) -> None:
+        self._layout()
+        live = self._get(trajectory)
+        if live.parked and not live.held:
+            self._start(live)
+        live.parked = False
+
+    def _layout(self) -> BlockLayout:
+        """Of KV that can be handed over; refused where that cannot be."""
+        if self.backend.kv_layout is None:
+            raise Unsupported(
+                "this engine cannot hand KV over: `capabilities.kv_export` is false. Submit the "
+                "trajectory with what it has generated as its prefix."
+            )
+        return self.backend.kv_layout
 
     # Work
 
@@ -207,7 +281,7 @@ class VllmEngine:
         return Sampled(
             trajectory=trajectory,
             version=request.version,
-            digest=self.slots.digest(request.version),
+            digest=self.version_slots.digest(request.version),
             tokens=(emitted.token,),
             # Greedy draws from one token alone, whatever vLLM reports of it.
             logprobs=(0.0 if sampling.temperature == 0 else min(emitted.logprob, 0.0),),
@@ -236,6 +310,9 @@ class VllmEngine:
 
     def load(self) -> Load:
         held = Counter(live.request.version for live in self._live.values() if live.held)
+        parked = Counter(
+            live.request.version for live in self._live.values() if live.parked and not live.held
+        )
         sampling = Counter(live.request.version for live in self._sampling.values())
         running = Counter(
             self._sampling[name].request.version
@@ -247,16 +324,16 @@ class VllmEngine:
                 digest=digest,
                 running=running[version],
                 waiting=sampling[version] - running[version],
-                parked=0,
+                parked=parked[version],
                 tokens_per_s=self._rates.tokens_per_s(version),
                 held=held[version],
             )
-            for version, digest in self.slots.digests.items()
+            for version, digest in self.version_slots.digests.items()
         }
         block = self.limits.block_size
         return Load(
             slots=self.limits.slots,
-            version_slots=self.slots.count,
+            version_slots=self.version_slots.count,
             kv_used_tokens=self.backend.used_blocks * block,
             kv_budget_tokens=self.backend.num_blocks * block,
             versions=versions,
@@ -265,19 +342,8 @@ class VllmEngine:
     def close(self) -> None:
         for trajectory in list(self._live):
             self.cancel(trajectory)
-        self.slots.digests.clear()
+        self.version_slots.digests.clear()
         self.backend.close()
-
-    # What vLLM cannot
-
-    def export_trajectory(self, trajectory: TrajectoryId) -> bytes:
-        raise _no_kv_export()
-
-    def import_trajectory(self, data: bytes) -> TrajectoryId:
-        raise _no_kv_export()
-
-    def resume(self, trajectory: TrajectoryId) -> None:
-        raise _no_kv_export()
 
     # Inside
 
@@ -307,10 +373,3 @@ def _seed(request: Request, position: int) -> int:
     """
     key = f"{request.seed}/{request.trajectory}/{position}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
-
-
-def _no_kv_export() -> Unsupported:
-    return Unsupported(
-        "this engine cannot hand KV over: `capabilities.kv_export` is false. Submit the "
-        "trajectory with what it has generated as its prefix."
-    )

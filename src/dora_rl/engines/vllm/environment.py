@@ -4,10 +4,13 @@ vLLM pins its own torch and libraries, so that it has an interpreter of its own.
 worker with it, and nothing but messages and files goes between the two.
 """
 
+import difflib
 import os
 import subprocess
 import sys
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from dora_rl.core.protocol.errors import UserError
 
@@ -15,9 +18,10 @@ PYTHON = "DORA_RL_VLLM_PYTHON"
 VERSIONS = ("0.32",)  # of vLLM, that the engine was tested with
 _REPOSITORY = Path(__file__).parents[4]
 _ASK_S = 120.0  # from a cold disk
-# Without importing vLLM, which takes half a minute. The CPU build has a name of its own.
+# Its version, then the names that its `EngineArgs` takes. Without importing vLLM, which takes 10 to
+# 30 s: the class is read from its source, in 0.2 s. The CPU build has a name of its own.
 _ASK = """
-import importlib.metadata as metadata, importlib.util as util, sys
+import ast, importlib.metadata as metadata, importlib.util as util, os, sys
 needed = ["msgspec", "pydantic", "safetensors", "tokenizers"]
 missing = [name for name in needed if util.find_spec(name) is None]
 if sys.version_info < (3, 11):
@@ -27,6 +31,13 @@ found = [name for name in names if any(d.name == name for d in metadata.distribu
 if found and missing:
     sys.exit("it lacks " + ", ".join(missing))
 print(metadata.version(found[0]) if found else "")
+if found:
+    root = list(util.find_spec("vllm").submodule_search_locations or [""])[0]
+    source = os.path.join(root, "engine", "arg_utils.py")
+    tree = ast.parse(open(source, "rb").read()) if os.path.isfile(source) else ast.Module([], [])
+    classes = [c for c in tree.body if isinstance(c, ast.ClassDef) and c.name == "EngineArgs"]
+    fields = [f.target for c in classes for f in c.body if isinstance(f, ast.AnnAssign)]
+    print(*[f.id for f in fields if isinstance(f, ast.Name)])
 """
 
 
@@ -52,8 +63,20 @@ def find_python(named: str | None = None) -> Path:
     )
 
 
-def check(python: Path) -> str:
-    """The version of vLLM there; refused if there is none, or one that the engine does not know."""
+def check(python: Path, options: Mapping[str, Any] | None = None) -> str:
+    """The version of vLLM there; refused if there is none, or one that the engine does not know.
+
+    `options` are those of `[rollout.vllm]`: an argument that this vLLM does not have is refused.
+    """
+    found, *known = ask(python)
+    check_version(found, python)
+    if known:  # else its source is not there to be read, and the first worker refuses it
+        check_arguments((options or {}).get("arguments", ()), known, found)
+    return found
+
+
+def ask(python: Path) -> list[str]:
+    """The version of vLLM there, empty if there is none, and the names of its `EngineArgs`."""
     try:
         asked = subprocess.run(
             [python, "-I", "-c", _ASK], capture_output=True, text=True, timeout=_ASK_S, check=False
@@ -63,9 +86,7 @@ def check(python: Path) -> str:
     if asked.returncode != 0:
         said = (asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"])[-1]
         raise UserError(f"`{python}` cannot be asked for its vLLM: {said}")
-    found = asked.stdout.strip()
-    check_version(found, python)
-    return found
+    return asked.stdout.split() or [""]
 
 
 def check_version(found: str, python: Path) -> None:
@@ -79,6 +100,17 @@ def check_version(found: str, python: Path) -> None:
             f"`{python}` has vLLM `{found}`, and this dora-rl needs {supported}. Install that, or "
             "run: make venv-vllm"
         )
+
+
+def check_arguments(arguments: Iterable[str], known: Collection[str], version: str) -> None:
+    """Refuse what is no field of vLLM's `EngineArgs`."""
+    for name in arguments:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            fix = f"Did you mean `{near[0]}`?" if near else "Leave it out."
+            raise UserError(
+                f"rollout.vllm.arguments has what vLLM {version} does not know: `{name}`. {fix}"
+            )
 
 
 def variables(device: str) -> dict[str, str]:

@@ -26,7 +26,7 @@ from dora_rl.weights.adapter import module_of, tensor_names
 from dora_rl.weights.fingerprint import Fingerprint, probe
 from dora_rl.weights.huggingface import map_model
 from dora_rl.weights.loading import LoadedWeights
-from dora_rl.weights.tensors import digests, weights_digest
+from dora_rl.weights.tensors import weights_digest
 
 # How far a log-probability of the fingerprint may be off: what rounding explains, with room, in the
 # coarsest dtype on the way from the trainer's products to vLLM's. In float32, 32 tokens of small
@@ -66,7 +66,7 @@ class FullVersion:
         self._dtype = dtype
 
     def check(self, directory: Path, weights: LoadedWeights) -> None:
-        check_adapter(None, directory, weights)
+        check_adapter(self._config, None, directory, weights)
         check_tensors(self._config, directory, weights.tensors)
         _check_probe(self._config, directory, weights)
 
@@ -74,7 +74,7 @@ class FullVersion:
         try:
             self._stream(version, weights)
             tokens = _fingerprint(weights).tokens
-            _check_said(version, weights, self._dtype, self._backend.prompt_logprobs(tokens))
+            _check_fingerprint(version, weights, self._dtype, self._backend.prompt_logprobs(tokens))
         except VersionRefused:
             self._backend.restart()
             raise
@@ -113,7 +113,7 @@ class AdapterVersions:
     def __init__(self, backend: Backend, model: Path, config: ModelConfig, dtype: str) -> None:
         base = map_model(model)
         check_base(config, model, base)
-        self._base = weights_digest(base, digests(base))
+        self._base = weights_digest(base)
         self._backend = backend
         self._config = config
         self._dtype = dtype
@@ -122,14 +122,14 @@ class AdapterVersions:
         self._adapters: dict[Version, LoadedAdapter] = {}
 
     def check(self, directory: Path, weights: LoadedWeights) -> None:
-        check_adapter(self._base, directory, weights, self._config.tensors())
+        check_adapter(self._config, self._base, directory, weights)
         _check_probe(self._config, directory, weights)
 
     def load(self, version: Version, directory: Path, weights: LoadedWeights) -> None:
         adapter = LoadedAdapter(next(self._ids), weights.digest, str(directory))
         try:
             self._backend.add_adapter(adapter)
-            self._check_held(version, weights, adapter)
+            self._check_memory(version, weights, adapter)
         except VersionRefused:
             self._backend.remove_adapter(adapter)
             raise
@@ -141,13 +141,15 @@ class AdapterVersions:
         tokens = _fingerprint(weights).tokens
         said = [self._backend.next_logprob(tokens[:at], tokens[at], adapter) for at in _PLACES]
         try:
-            _check_said(version, weights, self._dtype, said, _PLACES)
+            _check_fingerprint(version, weights, self._dtype, said, _PLACES)
         except VersionRefused:
             self._backend.remove_adapter(adapter)
             raise
         self._adapters[version] = adapter
 
-    def _check_held(self, version: Version, weights: LoadedWeights, adapter: LoadedAdapter) -> None:
+    def _check_memory(
+        self, version: Version, weights: LoadedWeights, adapter: LoadedAdapter
+    ) -> None:
         """What vLLM read by itself, and has in memory, is bit for bit what was checked."""
         entry = weights.manifest.adapter
         assert entry is not None, "checked before"
@@ -191,7 +193,7 @@ def _fingerprint(weights: LoadedWeights) -> Fingerprint:
     return fingerprint
 
 
-def _check_said(
+def _check_fingerprint(
     version: Version,
     weights: LoadedWeights,
     dtype: str,

@@ -1,7 +1,7 @@
 """How much memory a run needs at least, from its configuration and the model's shape alone.
 
 Processes, activations and checkpoints come on top of it; KV counts as if every slot were full,
-within what the engine takes. Free of torch.
+within what the engine takes, or as the budget that it allocates at once. Free of torch.
 """
 
 import math
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from dora_rl.core.protocol.errors import UserError
 from dora_rl.engines.kv_room import memory_share, token_bytes
-from dora_rl.engines.registry import has_own_environment
+from dora_rl.engines.registry import has_own_environment, reserves_kv
 from dora_rl.models.config import ModelConfig
 from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.control import memory
@@ -70,21 +70,25 @@ def footprint(config: RunConfig, model: ModelConfig) -> Footprint:
         versions = num_versions * stored * parameters * instances
     else:  # mapped from files, which engines share
         versions = num_versions * stored * parameters
-    tokens = rollout.slots * min(model.context, rollout.max_tokens)
-    if rollout.kv_budget_tokens is not None:
-        tokens = min(tokens, rollout.kv_budget_tokens)
-    kv = min(tokens * token_bytes(model, rollout.kv_dtype), memory_share()) * instances
+    kv = _kv(config, model) * instances
     return Footprint(trainer, versions + adapters, kv, num_versions, lora is not None)
+
+
+def _kv(config: RunConfig, model: ModelConfig) -> int:
+    """Of one engine: what its slots can fill, or a budget that is allocated at once."""
+    rollout, budget = config.rollout, config.rollout.kv_budget_tokens
+    if budget is not None and reserves_kv(rollout.engine, rollout.device):
+        dtype = rollout.engine_options.get("dtype") or model.dtype
+        return budget * token_bytes(model, dtype)
+    tokens = rollout.slots * min(model.context, rollout.max_tokens)
+    if budget is not None:
+        tokens = min(tokens, budget)
+    return min(tokens * token_bytes(model, rollout.kv_dtype), memory_share())
 
 
 def adapter_parameters(lora: LoraSettings, model: ModelConfig) -> int:
     """Of an adapter: a row and a column of each target for every rank."""
-    return lora.rank * sum(
-        sum(shape)
-        for name, shape in model.tensors().items()
-        if name.removesuffix(".weight").rpartition(".")[2] in lora.target_modules
-        and len(shape) == 2
-    )
+    return lora.rank * sum(map(sum, model.linears(lora.target_modules).values()))
 
 
 def check(
@@ -98,7 +102,8 @@ def check(
     if left is not None and needed.total > left.size:
         raise UserError(
             f"the run needs at least {needed}; {left}: `{config.model.path}`. Use a smaller model, "
-            "lower rollout.slots, rollout.max_tokens or runtime.instances, or free memory "
+            "lower rollout.slots, rollout.max_tokens, rollout.kv_budget_tokens or "
+            "runtime.instances, or free memory "
             "(runtime.min_free_memory_mb=0: not checked)."
         )
     return needed

@@ -18,7 +18,6 @@ from dora_rl.tasks.dry_run import Tried, try_task
 from dora_rl.trainer.settings import LoraSettings
 from dora_rl.weights.huggingface import stored_tensors
 
-_NO_TARGETS = {"embed_tokens", "lm_head"}
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -67,8 +66,7 @@ def _check_weights(plan: Plan, model: ModelConfig) -> None:
 
 def _check_targets(lora: LoraSettings, model: ModelConfig) -> None:
     """The modules that are to have an adapter are there."""
-    matrices = [name for name, shape in model.tensors().items() if len(shape) == 2]
-    known = {name.removesuffix(".weight").rpartition(".")[2] for name in matrices} - _NO_TARGETS
+    known = {name.rpartition(".")[2] for name in model.linears()}
     for target in lora.target_modules:
         if target not in known:
             raise UserError(

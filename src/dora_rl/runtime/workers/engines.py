@@ -32,6 +32,7 @@ def why_too_long(config: RunConfig, model: ModelConfig) -> WhyTooLong:
     rollout = config.rollout
 
     context = min(model.context, rollout.engine_options.get("context") or model.context)
+    block = rollout.engine_options.get("block_size", kv_room.BLOCK_TOKENS)
 
     def why(tokens: int) -> str | None:
         if tokens >= context:
@@ -42,13 +43,13 @@ def why_too_long(config: RunConfig, model: ModelConfig) -> WhyTooLong:
             )
         if rollout.kv_budget_tokens is None:
             return None
-        blocks = rollout.kv_budget_tokens // kv_room.BLOCK_TOKENS
-        needed = kv_room.blocks_needed(tokens, rollout.max_tokens, context)
+        blocks = rollout.kv_budget_tokens // block
+        needed = kv_room.blocks_needed(tokens, rollout.max_tokens, context, block)
         if needed <= blocks:
             return None
         return (
-            f"with a response it may need the KV of {needed * kv_room.BLOCK_TOKENS} tokens, and "
-            f"`{blocks * kv_room.BLOCK_TOKENS}` are there. Raise rollout.kv_budget_tokens, lower "
+            f"with a response it may need the KV of {needed * block} tokens, and "
+            f"`{blocks * block}` are there. Raise rollout.kv_budget_tokens, lower "
             "rollout.max_tokens"
         )
 

@@ -14,7 +14,7 @@ from dora_rl.core.protocol import events as ev
 from dora_rl.core.protocol.errors import UserError
 from dora_rl.core.protocol.types import Fence, TrajectoryId, Version
 from dora_rl.engines.base import Engine, Request, Sampling
-from dora_rl.engines.errors import ImportRefused, RequestRefused
+from dora_rl.engines.errors import ImportRefused, KvRefused, RequestRefused
 from dora_rl.runtime.control import messages as ms
 from dora_rl.runtime.workers.partial_trajectory import PartialTrajectory
 
@@ -138,14 +138,18 @@ class Placements:
     def enter_engine(
         self, partial: PartialTrajectory, *, paused: bool, kv: bytes | None, anew: bool = True
     ) -> None:
-        """With its KV where there is any and the engine takes it, else its tokens are read.
+        """With its KV where there is any that the engine can read, else its tokens are read.
 
         Either way on the version that it was started with, by the digest of what it has sampled.
         `anew`: they may have been read before, and count as re-prefilled.
         """
         if kv is not None and self.engine.capabilities.kv_export:
-            self.engine.import_trajectory(kv)
-            return
+            try:
+                self.engine.import_trajectory(kv)
+            except KvRefused:
+                pass  # of other kernels than those here: its tokens are read
+            else:
+                return
         here = self.digests.get(partial.version)
         for segment in partial.segments:
             if segment.version == partial.version and here not in (None, segment.digest):
