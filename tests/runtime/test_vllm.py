@@ -65,21 +65,22 @@ def test_a_run_with_vllm(model: Path, tmp_path: Path) -> None:
 def test_trajectories_move_with_their_kv(model: Path, tmp_path: Path) -> None:
     """Stragglers of a version give up an instance to the next one, and nothing is read anew.
 
-    A trainer that is slower than the engines finds no stragglers, so these wait in every step.
+    A slow trainer would find no stragglers, so the engines wait in every step; and one instance
+    has room for all of them.
     """
     python = faulty_python(tmp_path, SLOW_STEPS)
-    rollout = {"max_tokens": 300, "stop": ["q"], "vllm": {"python": str(python)}}
+    rollout = {"slots": 8, "max_tokens": 300, "stop": ["q"], "vllm": {"python": str(python)}}
     sections = {
         **VLLM,
         "rollout": {**VLLM["rollout"], **rollout},
         "orchestration": {
-            "groups_per_step": 3,
             "max_staleness": 3,
+            "pipeline_depth": 4,
             "rebalance_period_s": 0.2,
             "install_estimate_s": 0.05,
             "migration_estimate_s": 0.01,
         },
-        "run": {"steps": 6},
+        "run": {"steps": 3},
     }
     ended = run(model, tmp_path / "run", **sections)
     assert_sound(ended)
