@@ -7,6 +7,7 @@ The same examples every time, so that a change is judged by what it changed. To 
 import os
 import signal
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 from dora_rl.models import cpu
@@ -28,3 +29,9 @@ cpu.guard()
 # those that a test interrupts would never hear of it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> None:
+    """Workers are forks of one server as long as nothing changes in the environment."""
+    os.environ["PYTEST_CURRENT_TEST"] = "a test"

@@ -152,7 +152,10 @@ ONLY_LINUX = {
     *("getrandom", "O_TMPFILE", "O_DIRECT", "setresuid", "process_vm_readv"),
 }
 # Where it is asked first whether this is Linux.
-ASKED_FIRST = {"sandbox/linux.py", "machine/processor.py", "sandbox/worker_process.py"}
+ASKED_FIRST = {
+    *("sandbox/linux.py", "machine/processor.py", "sandbox/worker_process.py"),
+    "runtime/launchers/local/forkserver.py",
+}
 BEHIND_PROC = {
     *(
         "sandbox/linux.py",
@@ -160,6 +163,7 @@ BEHIND_PROC = {
         "sandbox/worker_process.py",
         "sandbox/isolation.py",
     ),
+    "runtime/launchers/local/forkserver.py",
     *("runtime/control/memory.py", "faultlab/processes.py", "benchmarks/contestants/process.py"),
 }
 

@@ -1,6 +1,7 @@
 """Small runs for tests: a model directory, configurations, and what a run left behind."""
 
 import json
+import os
 import signal
 import sys
 import time
@@ -16,6 +17,7 @@ from dora_rl.core.history.journal import Record, read_journal
 from dora_rl.core.history.replay import replay
 from dora_rl.core.protocol.commands import Command, Score, Train
 from dora_rl.core.protocol.events import BatchTrained, Event
+from dora_rl.faultlab.processes import is_forkserver
 from dora_rl.runtime.control.listeners import Listener
 from dora_rl.runtime.control.messages import Trained
 from dora_rl.runtime.execution import Run, execute
@@ -25,6 +27,8 @@ from dora_rl.store.rundir import JOURNAL, TRAJECTORIES, JournalFile
 from dora_rl.transports.samples.shared_directory import SampleReader
 
 REWARDS = "tests.runtime.rewards"
+# What is on the command line of a worker, or of the server that it is a fork of.
+WORKERS = {f"dora_rl.runtime.launchers.local.{name}" for name in ("worker", "forkserver")}
 ANIMALS = ("fox", "dog", "cat", "hen", "owl", "bee")
 PROMPTS = [{"prompt": f"the quick {animal}", "turns": 3} for animal in ANIMALS]
 
@@ -136,11 +140,11 @@ def assert_sound(ended: Run) -> None:
 
 
 def children() -> list[psutil.Process]:
-    """All processes below this one that still live."""
+    """All processes below this one that still live, but for the server that forks workers."""
     found = []
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):  # since it was listed
-            if child.status() != psutil.STATUS_ZOMBIE:
+            if child.status() != psutil.STATUS_ZOMBIE and not is_forkserver(child.pid, os.getpid()):
                 found.append(child)
     return found
 

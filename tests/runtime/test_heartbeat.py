@@ -16,12 +16,12 @@ from dora_rl.runtime.control import messages as ms
 from dora_rl.runtime.launchers.local.channel import Channel
 from dora_rl.runtime.workers.heartbeat import Heartbeat, limit_s
 from tests.patience import PATIENCE_S
-from tests.runtime.harness import Record, assert_sound, records, run
+from tests.runtime.harness import WORKERS, Record, assert_sound, records, run
 
 # Only in rollout processes: the trainer has no engine.
 PATCH = """
 import sys
-if "dora_rl.runtime.launchers.local.worker" in sys.orig_argv:
+if {workers} & set(sys.orig_argv):
     import time
     from pathlib import Path
     from dora_rl.engines.embedded.engine import EmbeddedEngine
@@ -40,7 +40,9 @@ HEARTBEAT_S = 8.0  # a busy machine may not run a process for a few seconds
 
 def patch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, **fault: object) -> None:
     """Engines of workers that start from now on have this fault."""
-    (tmp_path / "sitecustomize.py").write_text(PATCH.format(method=method, **fault))
+    (tmp_path / "sitecustomize.py").write_text(
+        PATCH.format(workers=WORKERS, method=method, **fault)
+    )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
 

@@ -5,9 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def parts(name: str) -> list[psutil.Process]:
 
 
 class Killer(Listener):
-    """Kills a part in the middle of the run, or stops it; with `again`, each that follows."""
+    """Kills a part in the middle of the run, or stops it."""
 
     def __init__(
         self,
@@ -76,23 +77,45 @@ class Killer(Listener):
         after: int = 3,
         how: signal.Signals = signal.SIGKILL,
         *,
-        again: bool = False,
         counts: Callable[[Event], bool] = lambda event: isinstance(event, TrajectoryFinished),
     ) -> None:
         self.name = name
         self.left = after  # of the events that count
         self.counts = counts
         self.how = how
-        self.again = again
         self.killed = 0
 
     def observed(self, now: float, event: Event, commands: Sequence[Command]) -> None:
         self.left -= self.counts(event)
-        if self.left <= 0 and (self.again or not self.killed):
+        if self.left <= 0 and not self.killed:
             for found in parts(self.name):
-                if found.pid != self.killed:
-                    self.killed = found.pid
-                    found.send_signal(self.how)
+                self.killed = found.pid
+                found.send_signal(self.how)
+
+
+class Plague(Listener):
+    """From the middle of the run on, no such part lives long enough to serve."""
+
+    def __init__(self, name: str, after: int) -> None:
+        self.name = name
+        self.left = after  # of the trajectories that finish
+        self.over = threading.Event()
+        self.killer = threading.Thread(target=self.kill)
+
+    def observed(self, now: float, event: Event, commands: Sequence[Command]) -> None:
+        self.left -= isinstance(event, TrajectoryFinished)
+        if self.left <= 0 and self.killer.ident is None:
+            self.killer.start()
+
+    def kill(self) -> None:
+        while not self.over.wait(0.01):
+            for found in parts(self.name):
+                with suppress(psutil.NoSuchProcess):
+                    found.kill()
+
+    def end(self) -> None:
+        self.over.set()
+        self.killer.join()
 
 
 def test_a_run_in_processes(model: Path, tmp_path: Path) -> None:
@@ -206,9 +229,10 @@ def test_a_trainer_that_is_killed_is_replaced(
 @pytest.mark.faults
 def test_a_trainer_that_dies_again_and_again_ends_the_run(model: Path, tmp_path: Path) -> None:
     core = {"groups_per_step": 2, "group_size": 2, "max_train_attempts": 1}
-    killer = Killer("trainer", after=5, again=True)
+    plague = Plague("trainer", after=5)
     with pytest.raises(RunFailed, match=r"the trainer ended with signal SIGKILL, 4 times"):
-        run(model, tmp_path / "run", killer, **{**ALONE, "orchestration": core})
+        run(model, tmp_path / "run", plague, **{**ALONE, "orchestration": core})
+    plague.end()
     assert_sound(execute(plan_resume(tmp_path / "run", prompts=PROMPTS)))
 
 

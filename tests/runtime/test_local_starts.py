@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.runtime.harness import WORKERS
+
 SMALL = ("--steps", "2", "--plain", "--set", "orchestration.groups_per_step=2")
 # Only in rollout processes: the trainer has no engine.
 BROKEN = """
 import sys
-if "dora_rl.runtime.launchers.local.worker" in sys.orig_argv:
+if {workers} & set(sys.orig_argv):
     from dora_rl.engines.embedded.engine import EmbeddedEngine
     def for_model(cls, *given, **more):
         {fault}
@@ -21,7 +23,7 @@ if "dora_rl.runtime.launchers.local.worker" in sys.orig_argv:
 
 def train(tmp_path: Path, fault: str) -> tuple[subprocess.CompletedProcess[str], str]:
     """A run whose engines have this fault, and the log of its rollout process."""
-    (tmp_path / "sitecustomize.py").write_text(BROKEN.format(fault=fault))
+    (tmp_path / "sitecustomize.py").write_text(BROKEN.format(workers=WORKERS, fault=fault))
     done = subprocess.run(
         [sys.executable, "-m", "dora_rl", "train", *SMALL, "--out", str(tmp_path / "run")],
         env={**os.environ, "PYTHONPATH": str(tmp_path)},

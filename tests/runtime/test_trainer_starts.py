@@ -13,14 +13,14 @@ from dora_rl.runtime.execution import Run, execute
 from dora_rl.runtime.launchers.local.launcher import LocalRuntime
 from dora_rl.runtime.prepare.plan import plan_resume
 from dora_rl.runtime.records.run_files import Ending, RunFiles
-from tests.runtime.harness import PROMPTS, assert_sound, run
+from tests.runtime.harness import PROMPTS, WORKERS, assert_sound, run
 from tests.runtime.test_local import ALONE, parts
 from tests.runtime.test_resume import plan_of, published, stopped
 
 # In trainer processes alone; `count` is how many of them were started, this one included.
 FAULT = """
 import sys
-if "dora_rl.runtime.launchers.local.worker" in sys.orig_argv:
+if {workers} & set(sys.orig_argv):
     import os, signal
     from dora_rl.runtime.control import messages as ms
     from dora_rl.runtime.workers import trainer
@@ -74,13 +74,17 @@ class Faulty:
 
     def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._directory = tmp_path
-        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        self._monkeypatch = monkeypatch
 
     def break_it(
         self, *, at_start: str = "pass", at_publication: str = "pass", at_training: str = "pass"
     ) -> None:
-        (self._directory / "sitecustomize.py").write_text(
+        directory = self._directory / f"fault-{len(list(self._directory.glob('fault-*')))}"
+        directory.mkdir()
+        self._monkeypatch.setenv("PYTHONPATH", str(directory))
+        (directory / "sitecustomize.py").write_text(
             FAULT.format(
+                workers=WORKERS,
                 starts=str(self._directory / "starts"),
                 at_start=at_start,
                 at_publication=at_publication,

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from dora_rl.runtime.launchers.local import forkserver
+
 
 def workers_of_run(run: Path) -> dict[str, int]:
     """Its workers' process ids, by the names of their logs: `trainer`, `rollout-0`, …"""
@@ -32,11 +34,9 @@ def _with_logs(pids: Iterable[int]) -> Iterator[tuple[int, Path]]:
 def descendants(pid: int) -> list[int]:
     """All processes that this one has started, directly or not."""
     children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, IndexError):
-            # The name, in brackets, may hold anything; the parent is the second field after it.
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(stat.parts[2]))
+            children.setdefault(_parent(int(process.name)), []).append(int(process.name))
     found: list[int] = []
     new = [pid]
     while new:
@@ -48,7 +48,22 @@ def descendants(pid: int) -> list[int]:
 def sandbox_processes(driver: int) -> list[int]:
     """Processes of the sandbox: reward workers, and the zygotes that start them."""
     others = set(workers_of_driver(driver).values())
-    return sorted(pid for pid in descendants(driver) if pid not in others)
+    return sorted(
+        pid for pid in descendants(driver) if pid not in others and not is_forkserver(pid, driver)
+    )
+
+
+def is_forkserver(pid: int, driver: int) -> bool:
+    """Whether this process forks the workers of that driver; its forks have its command line."""
+    with suppress(OSError, IndexError):
+        called = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        return forkserver.MODULE in called and _parent(pid) == driver
+    return False
+
+
+def _parent(pid: int) -> int:
+    # The name, in brackets, may hold anything; the parent is the second field after it.
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def signal_to(pid: int, number: int) -> bool:

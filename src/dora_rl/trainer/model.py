@@ -186,6 +186,13 @@ def _kind(config: Any) -> type:
     return kind
 
 
+def import_family(directory: Path) -> None:
+    """Import what `load` would for a model of this directory: seconds, the first time."""
+    from transformers import AutoConfig
+
+    _kind(AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False))
+
+
 @dataclass(frozen=True)
 class Source:
     """What training starts from: a model directory, whose files are mapped, and version 0."""

@@ -2,6 +2,7 @@
 
 channel     messages over a socket pair
 processes   the process of a worker: started, watched, ended
+forkserver  starts it in milliseconds
 worker      what such a process runs
 launcher    the loop that carries the messages and keeps the time
 """

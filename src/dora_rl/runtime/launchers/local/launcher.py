@@ -22,6 +22,7 @@ from dora_rl.runtime.control.memory import Watch
 from dora_rl.runtime.control.task_workers import TaskWorkers
 from dora_rl.runtime.launchers.base import Runtime
 from dora_rl.runtime.launchers.local.channel import Gone
+from dora_rl.runtime.launchers.local.forkserver import worker_fork
 from dora_rl.runtime.launchers.local.processes import WorkerProcess
 from dora_rl.runtime.launchers.local.site import Site
 from dora_rl.runtime.records.run_files import Ending, RunFiles
@@ -89,6 +90,7 @@ class LocalRuntime(Runtime):
         self._interpreter = own_interpreter(
             rollout_settings.engine, rollout_settings.engine_options, rollout_settings.device
         )
+        self._forks = worker_fork().in_force
         self._selector = selectors.DefaultSelector()
         self._processes: dict[Worker, WorkerProcess] = {}
         self._evaluators = 0  # that were started: the incarnation of the next one
@@ -188,7 +190,9 @@ class LocalRuntime(Runtime):
     def _start(self, worker: Worker, setup: ms.Setup, log: str, incarnation: int) -> None:
         logs = self._files.plan.out / "logs"
         interpreter = None if worker.role is Role.TRAINER else self._interpreter
-        process = WorkerProcess(str(worker), setup, self._site, logs / f"{log}.log", interpreter)
+        path = logs / f"{log}.log"
+        forked = self._forks and interpreter is None
+        process = WorkerProcess(str(worker), setup, self._site, path, interpreter, forked=forked)
         self._processes[worker] = process
         self.supervisor.started(self.clock.now(), worker, incarnation)
         self._selector.register(process.channel.socket, selectors.EVENT_READ, process)

@@ -14,6 +14,7 @@ from dora_rl.engines.registry import Interpreter
 from dora_rl.machine import run_module
 from dora_rl.runtime.control import messages as ms
 from dora_rl.runtime.launchers.local.channel import Channel, Gone
+from dora_rl.runtime.launchers.local.forkserver import ForkedProcess, ForkServer
 from dora_rl.runtime.launchers.local.site import Site
 
 _WORKER = "dora_rl.runtime.launchers.local.worker"
@@ -37,23 +38,34 @@ class WorkerProcess:
         site: Site,
         log: Path,
         interpreter: Interpreter | None = None,
+        *,
+        forked: bool = False,
     ) -> None:
-        """By this Python or, where an engine has an environment of its own, by another one."""
+        """By this Python or, where an engine has an environment of its own, by another one.
+
+        With `forked` it is a fork of a process that has imported what it needs.
+        """
         self.name = name
         self._log = log
         self._killed = False  # by us
         ours, theirs = socket.socketpair()
         with theirs, open(log, "ab") as output:
             self._log_start = output.tell()  # after what earlier incarnations have written
-            self._process = subprocess.Popen(
-                [*_command(interpreter), str(theirs.fileno()), site.encode()],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=(theirs.fileno(),),
-                env=_environment(setup.threads) | (interpreter.variables if interpreter else {}),
-                start_new_session=True,  # an interrupt at the terminal is the driver's alone
-            )
+            environment = _environment(setup.threads)
+            server = ForkServer.of_this_process(environment, output) if forked else None
+            self._process: subprocess.Popen[bytes] | ForkedProcess
+            if server is not None:
+                self._process = server.fork(name, site, environment, theirs, output.fileno())
+            else:
+                self._process = subprocess.Popen(
+                    [*_command(interpreter), str(theirs.fileno()), site.encode()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    pass_fds=(theirs.fileno(),),
+                    env=environment | (interpreter.variables if interpreter else {}),
+                    start_new_session=True,  # an interrupt at the terminal is the driver's alone
+                )
         ours.setblocking(False)
         self.channel = Channel(ours)
         with suppress(Gone):  # its death is noticed on reading
@@ -101,8 +113,11 @@ class WorkerProcess:
     def kill(self) -> None:
         """End it at once, with whatever it has started."""
         self._killed = True
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        if isinstance(self._process, ForkedProcess):
+            self._process.kill()
+        else:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def end(self) -> None:
         """Ask it to end, and see to it that it does."""

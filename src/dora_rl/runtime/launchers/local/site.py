@@ -12,8 +12,8 @@ class Site(NamedTuple):
 
     model: str
     run: str
-    driver: int
-    """The driver's process: a worker ends with it."""
+    parent: int
+    """The process that has started the worker, which ends with it: the driver's, or a server's."""
 
     @classmethod
     def parse(cls, text: str) -> "Site":

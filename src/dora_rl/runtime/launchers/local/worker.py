@@ -1,7 +1,7 @@
 """What a worker process runs: `python -m dora_rl.runtime.launchers.local.worker FD SITE`.
 
-The first message says what it is to be. It ends when it is told to, when the driver is gone, or
-when it cannot continue, and then says why.
+Or a fork does: see `forkserver`. The first message says what it is to be. It ends when it is told
+to, when the driver is gone, or when it cannot continue, and then says why.
 """
 
 import logging
@@ -62,7 +62,7 @@ def _run(channel: Channel, site: Site) -> None:
     role = "evaluator" if setup.evaluation else setup.role
     start_worker(role, setup.instance, setup.incarnation)
     _log.info("started: process %d, %d threads", os.getpid(), setup.threads)
-    die_with_parent(site.driver)
+    die_with_parent(site.parent)
     config = validate(RunConfig, setup.config, "the driver's configuration")
     _limit_threads(setup.threads)
     if setup.role == "trainer":
