@@ -80,7 +80,10 @@ def run_json(capsys: Capture, *args: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_default_keeps_what_is_promised(default: dict[str, Any]) -> None:
+def test_default_keeps_what_is_promised_and_shows_what_the_others_give_up(
+    default: dict[str, Any],
+) -> None:
+    """One test for both: they would be run in two processes, with a simulation in each."""
     runs = default["paradigms"]
     assert list(runs) == PARADIGMS
     ours = runs["multi_version"]
@@ -90,11 +93,6 @@ def test_default_keeps_what_is_promised(default: dict[str, Any]) -> None:
     assert ours["audit"] == "clean"
     assert ours["max_staleness"] <= 3
     assert ours["mixed"] == 0
-
-
-@pytest.mark.slow
-def test_default_shows_what_the_others_give_up(default: dict[str, Any]) -> None:
-    runs = default["paradigms"]
     for name in ("partial", "in_flight"):
         assert runs[name]["mixed"] > 0
         assert "are mixed" in runs[name]["audit"]

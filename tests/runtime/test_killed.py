@@ -29,7 +29,7 @@ from dora_rl.store.rundir import (
 )
 from dora_rl.weights.versions import published_versions
 from tests.runtime.harness import PROMPTS, assert_sound, journal, lines, run, weights
-from tests.runtime.killing import labels, live, rows
+from tests.runtime.killing import LABEL, digest, labels, live, rows
 from tests.store.test_read_only import as_ordinary_user
 from tests.store.test_read_only import outside as outside
 
@@ -132,14 +132,38 @@ def test_killed_again_and_again(model: Path, whole: Path, tmp_path: Path) -> Non
     assert_same(out, whole)
 
 
+@pytest.fixture(scope="module")
+def kept(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
+    """A run, and all that its points leave on the disk."""
+    directory = tmp_path_factory.mktemp("kept")
+    out, states = directory / "run", directory / "states"
+    assert live(model, out, SECTIONS, keep=states) == 0
+    return out, sorted(states.iterdir())
+
+
 @pytest.mark.parametrize("shard", range(SHARDS))
-def test_killed_at_every_point(shard: int, model: Path, whole: Path, tmp_path: Path) -> None:
-    passed = labels(whole)
-    for point in range(shard, len(passed), SHARDS):
-        out = tmp_path / f"run-{point}"
-        assert live(model, out, SECTIONS, point) == KILLED, passed[point]
-        assert live(model, out, SECTIONS) == 0, passed[point]
+def test_killed_at_every_point(
+    shard: int, kept: tuple[Path, list[Path]], model: Path, whole: Path
+) -> None:
+    out, found = kept
+    assert len(found) > len(labels(whole)) / 4
+    for state in found[shard::SHARDS]:
+        shutil.rmtree(out)
+        shutil.copytree(state, out)
+        where = (out / LABEL).read_text()
+        (out / LABEL).unlink()
+        assert live(model, out, SECTIONS) == 0, where
         assert_same(out, whole)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.6, 0.9])
+def test_a_death_leaves_what_is_kept(
+    share: float, model: Path, whole: Path, tmp_path: Path
+) -> None:
+    out, states = tmp_path / "run", tmp_path / "states"
+    point = int(share * len(labels(whole)))
+    assert live(model, out, SECTIONS, point, states) == KILLED
+    assert digest(out) in {state.name for state in states.iterdir()}
 
 
 # Steps whose old log-probabilities are those of the versions that sampled them

@@ -69,7 +69,7 @@ def parts(name: str) -> list[psutil.Process]:
 
 
 class Killer(Listener):
-    """Kills a part in the middle of the run, or stops it."""
+    """Kills a part in the middle of the run, or stops it; with `again`, each that follows."""
 
     def __init__(
         self,
@@ -77,20 +77,23 @@ class Killer(Listener):
         after: int = 3,
         how: signal.Signals = signal.SIGKILL,
         *,
+        again: bool = False,
         counts: Callable[[Event], bool] = lambda event: isinstance(event, TrajectoryFinished),
     ) -> None:
         self.name = name
         self.left = after  # of the events that count
         self.counts = counts
         self.how = how
+        self.again = again
         self.killed = 0
 
     def observed(self, now: float, event: Event, commands: Sequence[Command]) -> None:
         self.left -= self.counts(event)
-        if self.left <= 0 and not self.killed:
+        if self.left <= 0 and (self.again or not self.killed):
             for found in parts(self.name):
-                self.killed = found.pid
-                found.send_signal(self.how)
+                if found.pid != self.killed:
+                    self.killed = found.pid
+                    found.send_signal(self.how)
 
 
 class Plague(Listener):

@@ -138,12 +138,13 @@ class ForkedProcess:
 
     def kill(self) -> None:
         """With all that it has started. One that is not there yet will not be, nor its server."""
-        self._server.hear(_AT_ONCE_S)
-        if self._pid is None:
-            self._server.kill()
-        elif self.returncode is None:  # else its number may be another's by now
+        if self.returncode is None:
+            self._server.hear(_AT_ONCE_S)
+        if self._pid is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._pid, signal.SIGKILL)
+        elif self.returncode is None:
+            self._server.kill()
 
     def started(self, pid: int) -> None:
         self._pid = pid
@@ -312,10 +313,17 @@ class _Server:
             sys.exit("not forked: a fork would lack the threads that the imports started")
         gc.collect()
         gc.freeze()  # what is shared stays so: a collection would write to all of it
+        led, leads = os.pipe()
         pid = os.fork()
         if pid == 0:
+            os.setsid()
+            os.close(led)
+            os.close(leads)
             self._become(order, log)
             return _Work(channel, order.site)
+        os.close(leads)
+        os.read(led, 1)  # it leads its group: from now on, that can be killed
+        os.close(led)
         os.dup2(self._null, 2)
         os.close(channel)
         os.close(log)
@@ -333,8 +341,7 @@ class _Server:
                 import_family(Path(model))
 
     def _become(self, order: Fork, log: int) -> None:
-        """In the fork: be a process of its own, with nothing of the server's."""
-        os.setsid()
+        """In the fork: have nothing of the server's."""
         for key in list(self._selector.get_map().values()):
             os.close(key.fd)
         self._selector.close()

@@ -55,7 +55,7 @@ class WorkerProcess:
             server = ForkServer.of_this_process(environment, output) if forked else None
             self._process: subprocess.Popen[bytes] | ForkedProcess
             if server is not None:
-                self._process = server.fork(name, site, environment, theirs, output.fileno())
+                self._process = server.fork(log.stem, site, environment, theirs, output.fileno())
             else:
                 self._process = subprocess.Popen(
                     [*_command(interpreter), str(theirs.fileno()), site.encode()],

@@ -1,0 +1,202 @@
+"""The server that workers are forks of: started once, replaced when it must be, never trusted."""
+
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dora_rl.core.protocol.commands import Command
+from dora_rl.core.protocol.events import Event, InstanceFailed, TrajectoryFinished
+from dora_rl.faultlab.processes import is_forkserver, sandbox_processes, workers_of_driver
+from dora_rl.machine.fast_paths import PORTABLE
+from dora_rl.runtime.control import messages as ms
+from dora_rl.runtime.control.listeners import Listener
+from dora_rl.runtime.launchers.local.forkserver import ForkedProcess, ForkServer, worker_fork
+from dora_rl.runtime.launchers.local.processes import WorkerProcess
+from dora_rl.runtime.launchers.local.site import Site
+from tests.patience import PATIENCE_S
+from tests.runtime.harness import assert_sound, records, run
+from tests.runtime.test_local import ALONE
+from tests.runtime.test_local import nobody_is_left_behind as nobody_is_left_behind
+
+pytestmark = pytest.mark.skipif(not worker_fork().in_force, reason=worker_fork().finding)
+STARTS_A_THREAD = """
+import threading, time
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+"""
+
+
+@pytest.fixture(autouse=True)
+def nobody_refused() -> Iterator[None]:
+    yield
+    ForkServer.refused = None
+
+
+def servers() -> list[int]:
+    ours = psutil.Process().children()
+    return [child.pid for child in ours if is_forkserver(child.pid, os.getpid())]
+
+
+@contextmanager
+def waiting(directory: Path) -> Iterator[ForkedProcess]:
+    """A worker that is told nothing, and ends when it is let go."""
+    ours, theirs = socket.socketpair()
+    site = Site(str(directory), str(directory), os.getpid())
+    with ours, theirs, open(directory / "worker.log", "ab") as log:
+        server = ForkServer.of_this_process(dict(os.environ), log)
+        assert server is not None
+        process = server.fork("a worker", site, dict(os.environ), theirs, log.fileno())
+        theirs.close()
+        yield process
+    process.wait(PATIENCE_S)
+
+
+def misled(directory: Path) -> WorkerProcess:
+    """A worker whose configuration is none."""
+    setup = ms.Setup(role="rollout", config={}, threads=1)
+    site = Site(str(directory), str(directory), os.getpid())
+    return WorkerProcess("the worker", setup, site, directory / "worker.log", forked=True)
+
+
+class KillsServer(Listener):
+    """In the middle of the run."""
+
+    def __init__(self) -> None:
+        self.killed: list[int] = []
+        self.workers: list[int] = []
+
+    def observed(self, now: float, event: Event, commands: Sequence[Command]) -> None:
+        if isinstance(event, TrajectoryFinished) and not self.killed:
+            self.killed = servers()
+            self.workers = list(workers_of_driver(os.getpid()).values())
+            for pid in self.killed:
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_workers_are_forks_of_one_server_which_is_no_process_of_the_sandbox(
+    model: Path, tmp_path: Path
+) -> None:
+    class Look(Listener):
+        parents: frozenset[int] = frozenset()
+        names: frozenset[str] = frozenset()
+        sandbox: tuple[int, ...] = ()
+
+        def observed(self, now: float, event: Event, commands: Sequence[Command]) -> None:
+            if isinstance(event, TrajectoryFinished) and not self.parents:
+                workers = workers_of_driver(os.getpid())
+                processes = [psutil.Process(pid) for pid in workers.values()]
+                self.parents = frozenset(process.ppid() for process in processes)
+                self.names = frozenset(process.name() for process in processes)
+                self.sandbox = tuple(sandbox_processes(os.getpid()))
+
+    look = Look()
+    assert_sound(run(model, tmp_path / "first", look, **ALONE))
+    assert list(look.parents) == servers()
+    assert look.names == {"trainer", "rollout-0"}
+    assert not look.parents & set(look.sandbox)
+    again = Look()
+    assert_sound(run(model, tmp_path / "second", again, **ALONE))
+    assert again.parents == look.parents, "another run has the same server"
+
+
+@pytest.mark.faults
+def test_the_death_of_the_server_is_the_death_of_its_workers_and_they_are_replaced(
+    model: Path, tmp_path: Path
+) -> None:
+    killer = KillsServer()
+    ended = run(model, tmp_path / "run", killer, **ALONE)
+    assert_sound(ended)
+    assert len(killer.killed) == 1 and len(killer.workers) == 2
+    assert not {*killer.killed, *killer.workers} & set(psutil.pids())
+    (lost,) = [r.event for r in records(ended.directory) if isinstance(r.event, InstanceFailed)]
+    assert "SIGKILL" in lost.reason
+
+
+@pytest.mark.slow
+def test_imports_that_start_threads_are_not_forked(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(STARTS_A_THREAD)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    ended = run(model, tmp_path / "run", **ALONE)
+    assert_sound(ended)
+    assert ForkServer.refused is not None and "threads: 1" in ForkServer.refused
+    assert "fresh interpreters" in caplog.text
+    assert "lack the threads" in (ended.directory / "logs/trainer.log").read_text()
+
+
+def test_another_environment_needs_another_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with waiting(tmp_path) as first:
+        (before,) = {psutil.Process(first.pid).ppid()} & set(servers())
+        monkeypatch.setenv("TOKENIZERS_PARALLELISM", "maybe")
+        with waiting(tmp_path) as second:
+            after = psutil.Process(second.pid).ppid()
+            assert sorted(servers()) == sorted([before, after]), "each has a worker"
+    monkeypatch.undo()
+    with waiting(tmp_path) as third:
+        assert psutil.Process(third.pid).ppid() == before
+        assert servers() == [before], "the idle one was ended"
+
+
+def test_a_worker_that_is_not_there_yet_can_be_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import time; time.sleep(3600)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    before = servers()
+    worker = misled(tmp_path)
+    (server,) = set(servers()) - set(before)
+    worker.kill()
+    assert worker.death() == "the worker ended with signal SIGKILL"
+    assert server not in servers()
+    worker.end()
+
+
+def test_a_fork_has_nothing_of_its_server_and_a_session_of_its_own(tmp_path: Path) -> None:
+    with waiting(tmp_path) as one, waiting(tmp_path) as other:
+        for pid in (one.pid, other.pid):
+            assert os.getsid(pid) == pid
+            named = {path.name: str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir()}
+            assert named.pop("0") == os.devnull
+            assert named.pop("1") == named.pop("2") == str(tmp_path / "worker.log")
+            assert ["socket" in name for name in named.values()] == [True], named
+
+
+def test_how_a_worker_ended_is_told(tmp_path: Path) -> None:
+    with waiting(tmp_path) as left:
+        assert left.returncode is None
+        with pytest.raises(subprocess.TimeoutExpired):
+            left.wait(0.01)
+    assert left.returncode == 1, "its driver is gone"
+    with waiting(tmp_path) as killed:
+        os.kill(killed.pid, signal.SIGTERM)
+        assert killed.wait(PATIENCE_S) == -signal.SIGTERM
+    worker = misled(tmp_path)
+    assert worker.death().startswith("the worker ended with exit code 2")
+    worker.end()
+
+
+def test_the_portable_way_is_a_fresh_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PORTABLE, "1")
+    assert not worker_fork().in_force
+
+
+def test_what_a_worker_could_not_start_for_is_in_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch of this processor')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    worker = misled(tmp_path)
+    said = worker.death()
+    assert said.startswith("the worker ended with exit code 1")
+    assert "no torch of this processor" in said
+    assert worker.failed
+    worker.end()
