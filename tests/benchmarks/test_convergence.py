@@ -101,6 +101,7 @@ def test_one_seed_has_no_confidence() -> None:
         Plan(seeds=1)
 
 
+@pytest.mark.slow
 def test_what_was_measured_can_be_shown_at_any_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

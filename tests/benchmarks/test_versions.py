@@ -156,6 +156,7 @@ def test_a_sequence_must_fit_the_context() -> None:
         measure(Plan(**{**SMALL, "prompt_tokens": 8190}))
 
 
+@pytest.mark.slow
 def test_several_versions_for_real() -> None:
     told = stubs.Told()
     result = measure(Plan(**SMALL, versions=(1, 2, 4), repeats=1), told)

@@ -174,6 +174,7 @@ def test_versions_as_json(stand_ins: Path, capsys: pytest.CaptureFixture[str]) -
     assert report["ratios"] == {"3/1": 1.0}
 
 
+@pytest.mark.slow
 def test_migration_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     args = ["bench", "migration", "--model", "tiny", "--tokens", "9", "--repeats", "1", "--json"]
     assert cli.main([*args, "--threads", "1", "--dtype", "float32"]) == 0

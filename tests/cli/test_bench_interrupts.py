@@ -18,6 +18,7 @@ from dora_rl.cli._benching import INCOMPLETE
 from tests.benchmarks import stubs
 from tests.patience import PATIENCE_S
 
+pytestmark = pytest.mark.slow
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 # The first sequence is answered at once; the second writes its pid and takes for ever.
 BLOCKING = """

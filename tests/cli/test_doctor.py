@@ -21,6 +21,7 @@ def doctor(cwd: Path, *arguments: str, **variables: str) -> subprocess.Completed
     )
 
 
+@pytest.mark.slow
 def test_where_nothing_is_fast(tmp_path: Path) -> None:
     done = doctor(tmp_path, "--json", "--no-run", **{PORTABLE: "1"})
     assert done.returncode == 0, done.stderr

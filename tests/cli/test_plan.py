@@ -57,6 +57,7 @@ def plan_json(capsys: Capture, *args: str) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.slow
 def test_json_has_the_documented_form_and_is_reproduced(capsys: Capture) -> None:
     report = plan_json(capsys, *LONG_TAIL)
     assert report["problem"]["devices"] == 8
@@ -86,6 +87,7 @@ def test_json_has_the_documented_form_and_is_reproduced(capsys: Capture) -> None
     assert plan_json(capsys, *SMALL, "--seed", "3")["candidates"] != small["candidates"]
 
 
+@pytest.mark.slow
 def test_the_text_fits_and_says_what_the_json_says(tmp_path: Path, capsys: Capture) -> None:
     out = tmp_path / "planned.toml"
     assert cli.main(["plan", *LONG_TAIL, "--out", str(out)]) == 0

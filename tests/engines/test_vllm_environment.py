@@ -187,7 +187,7 @@ def test_another_python_gets_this_package_alone(
     """As a worker is started, with a PYTHONPATH that leads to our libraries."""
     bare = tmp_path / "bare"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", bare], check=True)
-    *start, file, _ = processes._command(Interpreter(bare / "bin" / "python", {}))
+    *start, file = processes._command(Interpreter(bare / "bin" / "python", {}))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     called = subprocess.run(
         [*start, "-c", _CALL, file], capture_output=True, text=True, check=False

@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,12 @@ from dora_rl.faultlab.processes import is_forkserver, sandbox_processes, workers
 from dora_rl.machine.fast_paths import PORTABLE
 from dora_rl.runtime.control import messages as ms
 from dora_rl.runtime.control.listeners import Listener
-from dora_rl.runtime.launchers.local.forkserver import ForkedProcess, ForkServer, worker_fork
+from dora_rl.runtime.launchers.local.forkserver import (
+    ForkedProcess,
+    ForkServer,
+    Recipe,
+    worker_fork,
+)
 from dora_rl.runtime.launchers.local.processes import WorkerProcess
 from dora_rl.runtime.launchers.local.site import Site
 from tests.patience import PATIENCE_S
@@ -49,7 +55,8 @@ def waiting(directory: Path) -> Iterator[ForkedProcess]:
     ours, theirs = socket.socketpair()
     site = Site(str(directory), str(directory), os.getpid())
     with ours, theirs, open(directory / "worker.log", "ab") as log:
-        server = ForkServer.of_this_process(dict(os.environ), log)
+        recipe = Recipe((sys.executable, "-m"), (), frozenset(os.environ.items()))
+        server = ForkServer.of_this_process(recipe, log)
         assert server is not None
         process = server.fork("a worker", site, dict(os.environ), theirs, log.fileno())
         theirs.close()
@@ -79,6 +86,7 @@ class KillsServer(Listener):
                 os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_workers_are_forks_of_one_server_which_is_no_process_of_the_sandbox(
     model: Path, tmp_path: Path
 ) -> None:
@@ -131,6 +139,7 @@ def test_imports_that_start_threads_are_not_forked(
     assert "lack the threads" in (ended.directory / "logs/trainer.log").read_text()
 
 
+@pytest.mark.slow
 def test_another_environment_needs_another_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -182,6 +182,7 @@ def test_every_operation_has_an_end(name: str) -> None:
     assert limit_s(ms.decode(ms.encode(message)), core, STEP_S) == expected(core)
 
 
+@pytest.mark.slow
 def test_messages_of_two_threads_arrive_whole() -> None:
     ours, theirs = socket.socketpair()
     sender, receiver = Channel(theirs), Channel(ours)

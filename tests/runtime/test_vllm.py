@@ -65,11 +65,11 @@ def test_a_run_with_vllm(model: Path, tmp_path: Path) -> None:
 def test_trajectories_move_with_their_kv(model: Path, tmp_path: Path) -> None:
     """Stragglers of a version give up an instance to the next one, and nothing is read anew.
 
-    A slow trainer would find no stragglers, so the engines wait in every step; and one instance
-    has room for all of them.
+    A slow trainer would find no stragglers, so the engines wait in every step. Where they are when
+    a version comes is chance, so that a run may do without a move: but hardly five of them.
     """
     python = faulty_python(tmp_path, SLOW_STEPS)
-    rollout = {"slots": 8, "max_tokens": 300, "stop": ["q"], "vllm": {"python": str(python)}}
+    rollout = {"max_tokens": 200, "stop": ["q"], "vllm": {"python": str(python)}}
     sections = {
         **VLLM,
         "rollout": {**VLLM["rollout"], **rollout},
@@ -80,16 +80,20 @@ def test_trajectories_move_with_their_kv(model: Path, tmp_path: Path) -> None:
             "install_estimate_s": 0.05,
             "migration_estimate_s": 0.01,
         },
-        "run": {"steps": 3},
+        "run": {"steps": 6},
     }
-    ended = run(model, tmp_path / "run", **sections)
-    assert_sound(ended)
-    assert ended.audit.failed == 0
-    assert events(ended.directory, MigrationCompleted)
-    assert ended.summary.reprefilled_tokens == 0
-    key = "logprob_gap_max"
-    gaps = [step.metrics[key] for step in ended.steps if key in step.metrics]
-    assert gaps and max(gaps) < 1e-3
+    moves = []
+    for number in range(5):
+        ended = run(model, tmp_path / f"run-{number}", **sections)
+        assert_sound(ended)
+        assert ended.audit.failed == 0
+        assert ended.summary.reprefilled_tokens == 0
+        key = "logprob_gap_max"
+        gaps = [step.metrics[key] for step in ended.steps if key in step.metrics]
+        assert gaps and max(gaps) < 1e-3
+        if moves := events(ended.directory, MigrationCompleted):
+            break
+    assert moves
 
 
 def test_one_engine_serves_several_adapters(model: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from dora_rl.simulator.planning.search import OURS, choose
 from dora_rl.simulator.scenarios import load_scenario
 from tests.simulator.plans import LONG_TAIL, SMALL, interrupt_after, planned, searched
 
+pytestmark = pytest.mark.slow
 RANK = "model.lora_rank=16"
 # Long prompts and short responses: training bounds the step.
 TRAINING = Question(

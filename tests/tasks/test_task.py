@@ -337,6 +337,7 @@ def test_names_lead_to_objects_and_back() -> None:
     assert name_of(3) is None
 
 
+@pytest.mark.slow
 def test_problems_of_reasoning_gym_are_scored_by_itself() -> None:
     pytest.importorskip("reasoning_gym")
     task = open_task(prompts="gym:leg_counting", reward="gym", seed=5, reward_timeout_s=30.0)

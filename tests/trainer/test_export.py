@@ -293,6 +293,7 @@ def test_an_export_that_dies_anywhere_shows_nothing_half(adapter: Path, tmp_path
     assert left > 10
 
 
+@pytest.mark.slow
 def test_a_killed_export_leaves_nothing_visible(adapter: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILLED, str(adapter), str(tmp_path / "out")]
     assert subprocess.run(command).returncode == -signal.SIGKILL

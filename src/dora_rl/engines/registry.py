@@ -129,6 +129,7 @@ class Interpreter(NamedTuple):
 
     python: Path
     variables: dict[str, str]
+    imports: tuple[str, ...] = ()  # modules that take long to import, and that every worker needs
 
 
 def own_interpreter(
@@ -139,9 +140,8 @@ def own_interpreter(
     if module is None:
         return None
     environment = import_module(module)
-    return Interpreter(
-        environment.find_python(options.get("python")), environment.variables(device)
-    )
+    python = environment.find_python(options.get("python"))
+    return Interpreter(python, environment.variables(device), environment.IMPORTS)
 
 
 def check_interpreter(name: EngineName, options: Mapping[str, Any], device: str) -> None:

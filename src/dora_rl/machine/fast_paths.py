@@ -113,7 +113,7 @@ FAST_PATHS = {
         fix="/proc, as Linux has it",
     ),
     "worker-fork": FastPath(
-        gives="a worker of a run starts in milliseconds, as a fork of one that has imported torch",
+        gives="a worker of a run starts in milliseconds, as a fork that has its imports",
         otherwise="it starts as a fresh interpreter, and imports for seconds",
         tried_by="runtime.launchers.local.forkserver:worker_fork",
         fix="Linux 5.3 or newer",

@@ -306,26 +306,37 @@ def _convert_apart(gguf: Path, made: Path, dtype: str, progress: Progress) -> No
 
 
 def _run(command: list[str], failure: str, fix: str, env: Mapping[str, str] | None = None) -> None:
-    with ThreadPoolExecutor(1) as apart:  # an interrupt in the midst of Popen would lose the child
-        starting = apart.submit(
-            subprocess.Popen,
-            command,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
+    started: list[subprocess.Popen[str]] = []
+
+    def start() -> None:
+        started.append(
+            subprocess.Popen(
+                command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+            )
         )
-        try:
-            _, stderr = starting.result().communicate()
-        except BaseException:
-            starting.result().kill()
-            starting.result().wait()
-            raise
-    if starting.result().returncode:
+
+    # In a thread that is waited for: an interrupt in the midst of Popen would lose the child.
+    apart = ThreadPoolExecutor(1)
+    try:
+        apart.submit(start).result()
+        (process,) = started
+        _, stderr = process.communicate()
+    except BaseException:
+        apart.shutdown()
+        for process in started:
+            process.kill()
+            process.wait()
+        raise
+    apart.shutdown()
+    if process.returncode:
         said = [line.strip() for line in stderr.splitlines() if line.strip()]
-        ended = f"it ended with code {starting.result().returncode}"
+        ended = f"it ended with code {process.returncode}"
         reason = said[-1].removeprefix("ERROR: ").rstrip(".") if said else ended
         raise FetchFailed(f"{failure}: {reason}. {fix}")
 

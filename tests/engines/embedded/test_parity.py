@@ -77,6 +77,7 @@ def sampling(**overrides: Any) -> Sampling:
     layout=st.sampled_from([None, *Layout]),
     deterministic=st.booleans(),
 )
+@pytest.mark.slow
 def test_fp32_of_every_family_and_shape(
     shape: dict[str, Any],
     seed: int,

@@ -14,6 +14,7 @@ from typing import Any
 
 from dora_rl.core.protocol.errors import UserError
 
+IMPORTS = ("dora_rl.engines.vllm.create",)  # and with it vLLM
 PYTHON = "DORA_RL_VLLM_PYTHON"
 VERSIONS = ("0.32",)  # of vLLM, that the engine was tested with
 _REPOSITORY = Path(__file__).parents[4]

@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, ClassVar, NamedTuple
@@ -43,13 +44,12 @@ _NAME = Path("/proc/self/comm")
 _NAME_BYTES = 15
 _AT_ONCE_S = 0.001  # for what has been said already
 _IMPORTED = (
-    "dora_rl.engines.embedded.engine",
     "dora_rl.runtime.workers.engines",
     "dora_rl.runtime.workers.heartbeat",
     "dora_rl.runtime.workers.rollout",
-    "dora_rl.runtime.workers.trainer",
     "dora_rl.transports.kv.shared_directory",
 )
+TRAINER = "dora_rl.runtime.workers.trainer"
 
 
 class Fork(msgspec.Struct, tag=True, frozen=True):
@@ -83,16 +83,24 @@ _log = logging.getLogger(MODULE)  # it is run as __main__
 
 @fast_path("worker-fork")
 def worker_fork() -> tuple[str, int]:
-    """Whether a process that has imported torch can be forked, and its forks be watched."""
+    """Whether a process that has its imports can be forked, and its forks be watched."""
     if not on_linux():
         raise Unavailable("not Linux")
     if may_have_gpu():
         raise Unavailable("a GPU that an import has touched is lost to a fork")
     os.close(os.pidfd_open(os.getpid()))
-    return "a fork of a process that has imported torch", 0
+    return "a server imports, and forks", 0
 
 
 # The driver's side
+
+
+class Recipe(NamedTuple):
+    """How a server is started."""
+
+    command: tuple[str, ...]  # that runs the module which is named after it
+    imports: tuple[str, ...]  # besides what every rollout worker imports
+    environment: frozenset[tuple[str, str]]
 
 
 class _Surroundings(NamedTuple):
@@ -158,37 +166,39 @@ class ForkServer:
 
     refused: str | None = None
     """Why workers are no forks in this process, though the fast path is in force."""
-    _shared: ClassVar[dict[_Surroundings, "ForkServer"]] = {}
+    _shared: ClassVar[dict[tuple[_Surroundings, Recipe], "ForkServer"]] = {}
 
     @classmethod
-    def of_this_process(cls, environment: dict[str, str], log: BinaryIO) -> "ForkServer | None":
-        """The one that was started in the surroundings of now, or else a new one; None if refused.
+    def of_this_process(cls, recipe: Recipe, log: BinaryIO) -> "ForkServer | None":
+        """The one that was so started in the surroundings of now, or a new one; None if refused.
 
-        A new one has `environment`, and `log` has what went wrong before it served.
+        `log` has what goes wrong before a new one serves.
         """
         if cls.refused is not None:
             return None
         now = _Surroundings.now()
-        for surroundings, server in list(cls._shared.items()):
+        for (surroundings, other), server in list(cls._shared.items()):
             if not server.alive or (surroundings != now and server.idle):
-                cls._shared.pop(surroundings).close()
-        if now not in cls._shared:
-            cls._shared[now] = cls(environment, log)
-        return cls._shared[now]
+                cls._shared.pop((surroundings, other)).close()
+        key = (now, recipe)
+        if key not in cls._shared:
+            cls._shared[key] = cls(recipe, log)
+        return cls._shared[key]
 
-    def __init__(self, environment: dict[str, str], log: BinaryIO) -> None:
+    def __init__(self, recipe: Recipe, log: BinaryIO) -> None:
         self._socket, theirs = socket.socketpair()
         self._frames = Frames(_LARGEST)
         self._unanswered: deque[ForkedProcess] = deque()
         self._running: dict[int, ForkedProcess] = {}
         with theirs:
+            arguments = (MODULE, str(theirs.fileno()), str(os.getpid()), *recipe.imports)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", MODULE, str(theirs.fileno()), str(os.getpid())],
+                [*recipe.command, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=log,
                 pass_fds=(theirs.fileno(),),
-                env=environment,
+                env=dict(recipe.environment),
                 start_new_session=True,  # an interrupt at the terminal is the driver's alone
             )
         atexit.register(self.close)
@@ -269,18 +279,19 @@ class _Work(NamedTuple):
     site: Site
 
 
-def main(fd: int, driver: int) -> int:
+def main(fd: int, driver: int, imports: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(driver)
-    for name in _IMPORTED:
+    for name in (*_IMPORTED, *imports):
         importlib.import_module(name)
-    work = _Server(socket.socket(fileno=fd)).loop()
+    work = _Server(socket.socket(fileno=fd), trains=TRAINER in imports).loop()
     return 0 if work is None else worker.main(work.channel, work.site)
 
 
 class _Server:
-    def __init__(self, control: socket.socket) -> None:
+    def __init__(self, control: socket.socket, *, trains: bool) -> None:
         self._control = control
+        self._trains = trains
         self._frames = Frames(_LARGEST)
         self._files: list[int] = []  # that came with what is not whole yet
         self._models: set[str] = set()  # whose code is imported
@@ -333,7 +344,7 @@ class _Server:
 
     def _import_model(self, model: str) -> None:
         """The code of its family, which a trainer needs; what is wrong with it is its to tell."""
-        if model not in self._models:
+        if self._trains and model not in self._models:
             self._models.add(model)
             from dora_rl.trainer.model import import_family
 
@@ -367,4 +378,4 @@ class _Server:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]))

@@ -191,8 +191,9 @@ class LocalRuntime(Runtime):
         logs = self._files.plan.out / "logs"
         interpreter = None if worker.role is Role.TRAINER else self._interpreter
         path = logs / f"{log}.log"
-        forked = self._forks and interpreter is None
-        process = WorkerProcess(str(worker), setup, self._site, path, interpreter, forked=forked)
+        process = WorkerProcess(
+            str(worker), setup, self._site, path, interpreter, forked=self._forks
+        )
         self._processes[worker] = process
         self.supervisor.started(self.clock.now(), worker, incarnation)
         self._selector.register(process.channel.socket, selectors.EVENT_READ, process)

@@ -14,10 +14,16 @@ from dora_rl.engines.registry import Interpreter
 from dora_rl.machine import run_module
 from dora_rl.runtime.control import messages as ms
 from dora_rl.runtime.launchers.local.channel import Channel, Gone
-from dora_rl.runtime.launchers.local.forkserver import ForkedProcess, ForkServer
+from dora_rl.runtime.launchers.local.forkserver import (
+    TRAINER,
+    ForkedProcess,
+    ForkServer,
+    Recipe,
+)
 from dora_rl.runtime.launchers.local.site import Site
 
 _WORKER = "dora_rl.runtime.launchers.local.worker"
+_IMPORTS = ("dora_rl.engines.embedded.engine", TRAINER)  # of a server that forks workers
 _LOG_END = 1 << 16  # bytes of a log that may tell why a process died
 _LONGEST_WORDS = 2000  # characters of the line that does
 _FAULTS = {signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT}
@@ -51,19 +57,19 @@ class WorkerProcess:
         ours, theirs = socket.socketpair()
         with theirs, open(log, "ab") as output:
             self._log_start = output.tell()  # after what earlier incarnations have written
-            environment = _environment(setup.threads)
-            server = ForkServer.of_this_process(environment, output) if forked else None
+            environment = _environment(setup.threads, interpreter)
+            server = ForkServer.of_this_process(_recipe(interpreter), output) if forked else None
             self._process: subprocess.Popen[bytes] | ForkedProcess
             if server is not None:
                 self._process = server.fork(log.stem, site, environment, theirs, output.fileno())
             else:
                 self._process = subprocess.Popen(
-                    [*_command(interpreter), str(theirs.fileno()), site.encode()],
+                    [*_command(interpreter), _WORKER, str(theirs.fileno()), site.encode()],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
                     pass_fds=(theirs.fileno(),),
-                    env=environment | (interpreter.variables if interpreter else {}),
+                    env=environment,
                     start_new_session=True,  # an interrupt at the terminal is the driver's alone
                 )
         ours.setblocking(False)
@@ -130,15 +136,22 @@ class WorkerProcess:
         self.channel.close()
 
 
-def _command(interpreter: Interpreter | None) -> list[str]:
-    """What runs the module of a worker."""
+def _command(interpreter: Interpreter | None) -> tuple[str, ...]:
+    """What runs a module that is named after it."""
     if interpreter is None:
-        return [sys.executable, "-m", _WORKER]
-    return [str(interpreter.python), "-I", "-u", run_module.__file__, _WORKER]
+        return (sys.executable, "-m")
+    return (str(interpreter.python), "-I", "-u", run_module.__file__)
 
 
-def _environment(threads: int) -> dict[str, str]:
-    """Its share of the cores.
+def _recipe(interpreter: Interpreter | None) -> Recipe:
+    """Of the server that forks such workers, whatever their share of the cores."""
+    imports = _IMPORTS if interpreter is None else interpreter.imports
+    environment = _environment(1, interpreter)
+    return Recipe(_command(interpreter), imports, frozenset(environment.items()))
+
+
+def _environment(threads: int, interpreter: Interpreter | None) -> dict[str, str]:
+    """A worker's share of the cores, and what its Python reads.
 
     Threads that wait spin for some microseconds, as long as the next operation of a small model
     lets them wait, and then sleep: the cores belong to those that compute. With 20,000 turns
@@ -152,4 +165,5 @@ def _environment(threads: int) -> dict[str, str]:
         "GOMP_SPINCOUNT": "5000",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
+        **(interpreter.variables if interpreter is not None else {}),
     }
