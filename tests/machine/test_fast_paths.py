@@ -154,7 +154,7 @@ ONLY_LINUX = {
 # Where it is asked first whether this is Linux.
 ASKED_FIRST = {
     *("sandbox/linux.py", "machine/processor.py", "sandbox/worker_process.py"),
-    "runtime/launchers/local/forkserver.py",
+    *("runtime/launchers/local/forkserver.py", "runtime/launchers/local/forkserver_client.py"),
 }
 BEHIND_PROC = {
     *(
@@ -163,7 +163,7 @@ BEHIND_PROC = {
         "sandbox/worker_process.py",
         "sandbox/isolation.py",
     ),
-    "runtime/launchers/local/forkserver.py",
+    *("runtime/launchers/local/forkserver.py", "runtime/launchers/local/forkserver_client.py"),
     *("runtime/control/memory.py", "faultlab/processes.py", "benchmarks/contestants/process.py"),
 }
 

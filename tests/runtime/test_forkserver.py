@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,8 @@ from dora_rl.faultlab.processes import is_forkserver, sandbox_processes, workers
 from dora_rl.machine.fast_paths import PORTABLE
 from dora_rl.runtime.control import messages as ms
 from dora_rl.runtime.control.listeners import Listener
-from dora_rl.runtime.launchers.local.forkserver import (
+from dora_rl.runtime.launchers.local import processes
+from dora_rl.runtime.launchers.local.forkserver_client import (
     ForkedProcess,
     ForkServer,
     Recipe,
@@ -50,7 +52,7 @@ def servers() -> list[int]:
 
 
 @contextmanager
-def waiting(directory: Path) -> Iterator[ForkedProcess]:
+def waiting(directory: Path, **variables: str) -> Iterator[ForkedProcess]:
     """A worker that is told nothing, and ends when it is let go."""
     ours, theirs = socket.socketpair()
     site = Site(str(directory), str(directory), os.getpid())
@@ -58,7 +60,8 @@ def waiting(directory: Path) -> Iterator[ForkedProcess]:
         recipe = Recipe((sys.executable, "-m"), (), frozenset(os.environ.items()))
         server = ForkServer.of_this_process(recipe, log)
         assert server is not None
-        process = server.fork("a worker", site, dict(os.environ), theirs, log.fileno())
+        environment = {**os.environ, **variables}
+        process = server.fork("a worker", site, environment, theirs, log.fileno())
         theirs.close()
         yield process
     process.wait(PATIENCE_S)
@@ -169,8 +172,16 @@ def test_a_worker_that_is_not_there_yet_can_be_killed(
     worker.end()
 
 
-def test_a_fork_has_nothing_of_its_server_and_a_session_of_its_own(tmp_path: Path) -> None:
-    with waiting(tmp_path) as one, waiting(tmp_path) as other:
+def test_a_fork_has_nothing_of_its_server_and_a_session_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor of the worker that is asked for next, whose files may have come by then.
+
+    They have if the orders are long and wait for the imports of a new server.
+    """
+    monkeypatch.setenv("NEW", "1")
+    long = "x" * 50_000
+    with waiting(tmp_path, LONG=long) as one, waiting(tmp_path, LONG=long) as other:
         for pid in (one.pid, other.pid):
             assert os.getsid(pid) == pid
             named = {path.name: str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir()}
@@ -191,6 +202,72 @@ def test_how_a_worker_ended_is_told(tmp_path: Path) -> None:
     worker = misled(tmp_path)
     assert worker.death().startswith("the worker ended with exit code 2")
     worker.end()
+
+
+def test_a_server_that_stands_still_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would never say that its worker has ended."""
+    monkeypatch.setattr(processes, "_DEATH_S", 0.5)
+    with waiting(tmp_path) as other:
+        worker = misled(tmp_path)
+        server = psutil.Process(worker.pid).ppid()
+        os.kill(server, signal.SIGSTOP)
+        assert "SIGKILL" in worker.death()
+        assert server not in servers()
+        worker.end()
+    assert other.returncode is not None
+
+
+def test_what_is_no_text_in_the_environment_is_no_hindrance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ODD", "\udcff")
+    with waiting(tmp_path) as worker:
+        assert b"ODD=\xff\0" in Path(f"/proc/{worker.pid}/environ").read_bytes()
+
+
+def test_a_fork_that_the_system_refuses_ends_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = """
+import os
+fork, forks = os.fork, []
+def refusing():
+    forks.append(1)
+    if len(forks) == 2:
+        raise BlockingIOError("no process is left")
+    return fork()
+os.fork = refusing
+"""
+    (tmp_path / "sitecustomize.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with waiting(tmp_path) as first:
+        assert first.pid
+        with waiting(tmp_path) as second:
+            assert second.wait(PATIENCE_S) == 1
+        assert "not forked: no process is left" in (tmp_path / "worker.log").read_text()
+        with waiting(tmp_path) as third:
+            assert psutil.Process(third.pid).ppid() == psutil.Process(first.pid).ppid()
+        assert first.returncode is None
+
+
+def test_a_thread_has_a_server_of_its_own_which_ends_with_it(tmp_path: Path) -> None:
+    """The kernel ends a process with the thread that has started it."""
+    found: list[int] = []
+
+    def go() -> None:
+        with waiting(tmp_path) as worker:
+            found.append(psutil.Process(worker.pid).ppid())
+
+    with waiting(tmp_path) as worker:
+        thread = threading.Thread(target=go)
+        thread.start()
+        thread.join()
+        assert psutil.Process(worker.pid).ppid() not in found
+        assert worker.returncode is None
+        with waiting(tmp_path):
+            assert not set(found) & set(servers())
 
 
 def test_the_portable_way_is_a_fresh_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

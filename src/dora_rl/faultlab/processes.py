@@ -47,10 +47,12 @@ def descendants(pid: int) -> list[int]:
 
 def sandbox_processes(driver: int) -> list[int]:
     """Processes of the sandbox: reward workers, and the zygotes that start them."""
-    others = set(workers_of_driver(driver).values())
-    return sorted(
-        pid for pid in descendants(driver) if pid not in others and not is_forkserver(pid, driver)
-    )
+    below = descendants(driver)
+    servers = [pid for pid in below if is_forkserver(pid, driver)]
+    others = {*workers_of_driver(driver).values(), *servers}
+    for server in servers:  # workers that are about to open their logs
+        others.update(descendants(server))
+    return sorted(pid for pid in below if pid not in others)
 
 
 def is_forkserver(pid: int, driver: int) -> bool:

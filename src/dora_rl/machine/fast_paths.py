@@ -115,7 +115,7 @@ FAST_PATHS = {
     "worker-fork": FastPath(
         gives="a worker of a run starts in milliseconds, as a fork that has its imports",
         otherwise="it starts as a fresh interpreter, and imports for seconds",
-        tried_by="runtime.launchers.local.forkserver:worker_fork",
+        tried_by="runtime.launchers.local.forkserver_client:worker_fork",
         fix="Linux 5.3 or newer",
     ),
     "fork": FastPath(

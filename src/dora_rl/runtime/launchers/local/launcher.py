@@ -22,7 +22,7 @@ from dora_rl.runtime.control.memory import Watch
 from dora_rl.runtime.control.task_workers import TaskWorkers
 from dora_rl.runtime.launchers.base import Runtime
 from dora_rl.runtime.launchers.local.channel import Gone
-from dora_rl.runtime.launchers.local.forkserver import worker_fork
+from dora_rl.runtime.launchers.local.forkserver_client import worker_fork
 from dora_rl.runtime.launchers.local.processes import WorkerProcess
 from dora_rl.runtime.launchers.local.site import Site
 from dora_rl.runtime.records.run_files import Ending, RunFiles

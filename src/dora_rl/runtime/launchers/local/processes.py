@@ -14,12 +14,8 @@ from dora_rl.engines.registry import Interpreter
 from dora_rl.machine import run_module
 from dora_rl.runtime.control import messages as ms
 from dora_rl.runtime.launchers.local.channel import Channel, Gone
-from dora_rl.runtime.launchers.local.forkserver import (
-    TRAINER,
-    ForkedProcess,
-    ForkServer,
-    Recipe,
-)
+from dora_rl.runtime.launchers.local.forkserver import TRAINER
+from dora_rl.runtime.launchers.local.forkserver_client import ForkedProcess, ForkServer, Recipe
 from dora_rl.runtime.launchers.local.site import Site
 
 _WORKER = "dora_rl.runtime.launchers.local.worker"
@@ -90,7 +86,7 @@ class WorkerProcess:
             code = self._process.wait(_DEATH_S)
         except subprocess.TimeoutExpired:
             self.kill()
-            code = self._process.wait()
+            code = self._reaped()
         how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
         by = blame() if code == -signal.SIGKILL and not self._killed else None
         if by is not None:
@@ -132,8 +128,17 @@ class WorkerProcess:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
         self.kill()
-        self._process.wait()
+        self._reaped()
         self.channel.close()
+
+    def _reaped(self) -> int:
+        """The exit code of one that was killed."""
+        try:
+            return self._process.wait(_DEATH_S)
+        except subprocess.TimeoutExpired:
+            if isinstance(self._process, ForkedProcess):
+                self._process.give_up()
+            return self._process.wait()
 
 
 def _command(interpreter: Interpreter | None) -> tuple[str, ...]:
