@@ -58,8 +58,8 @@ def sandbox_processes(driver: int) -> list[int]:
 def is_forkserver(pid: int, driver: int) -> bool:
     """Whether this process forks the workers of that driver; its forks have its command line."""
     with suppress(OSError, IndexError):
-        called = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-        return forkserver.MODULE in called and _parent(pid) == driver
+        called = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")  # of any encoding
+        return forkserver.MODULE.encode() in called and _parent(pid) == driver
     return False
 
 
