@@ -16,14 +16,14 @@ TWO := -n 2 --dist worksteal
 # must not be switched off, as in many containers: every process would compile torch anew, for seconds.
 PIP_OPTIONS := --quiet --disable-pip-version-check --no-compile
 unexport PYTHONDONTWRITEBYTECODE
-# Handed out one at a time, and three at once: those that take long wait for much of it.
-LONG := -n 3 --dist load --maxschedchunk 1
+# Handed out one at a time, and four at once: those that take long wait for much of it.
+LONG := -n 4 --dist load --maxschedchunk 1
 # What has a fast path, or runs with one.
 PORTABLE := $(addprefix tests/,engines machine quickstart sandbox tasks) \
 	$(patsubst %,tests/models/test_%.py,cpu linear stacking) \
 	$(patsubst %,tests/trainer/test_%.py,trainer with_engine) \
 	$(patsubst %,tests/runtime/test_%.py,evaluation hostile inline local local_starts machine \
-	memory resume reward_log rollout trainer_starts zombie)
+	memory reward_log rollout trainer_starts zombie)
 
 # Python before 3.13 reads the path of an editable install in the encoding of the locale, and does
 # not start at all if ASCII is all that it has and a directory is called größe.

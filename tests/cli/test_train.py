@@ -375,7 +375,8 @@ def on_a_terminal(args: list[str], cwd: Path) -> tuple[int, list[str]]:
     return process.wait(), [line for line in re.split(r"[\r\n]+", text) if line.strip()]
 
 
-@pytest.mark.parametrize("plain", [[], pytest.param(["--plain"], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("plain", [[], ["--plain"]])
 def test_the_error_is_the_last_thing_on_the_screen(plain: list[str], workshop: Workshop) -> None:
     (workshop.path / "raising_reward.py").write_text(
         "def reward(response):\n    raise ValueError('no such thing')\n"

@@ -2,21 +2,23 @@
 
 Each page in a fresh copy of the work tree, with uncommitted changes; its blocks in order. A `sh`
 block is one shell at the top of the copy; the Python blocks of a page are one program. The
-commands at the top of an example are a page as well. Commands that CI runs by itself are left out.
-Exit code 0 if every one exits with 0.
+commands at the top of an example are a page as well. Commands that CI runs by itself are left out,
+and what stands by itself and is shown twice is run once. Exit code 0 if every one exits with 0.
 """
 
 import argparse
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tests.docs.commands import RUN_BY_CI, python_of
@@ -25,6 +27,9 @@ from tests.docs.pages import ROOT, Block, Page, Shown, examples, pages
 LIMIT_S = 900.0  # of one command: a guard against what hangs, far above what any takes
 OUTPUT_SHOWN = 60  # last lines of what failed
 _RUNNING: set["subprocess.Popen[bytes]"] = set()
+_OF_ITS_PAGE = re.compile(
+    r"\b(runs|models)/|\bplanned\.toml\b"
+)  # what a page writes and reads again
 
 
 @dataclass(frozen=True)
@@ -56,16 +61,37 @@ def copy_of(root: Path, target: Path) -> Path:
     return target
 
 
-def run_page(page: Page, copy: Path, limit_s: float = LIMIT_S) -> Iterator[Outcome]:
+def repeated(shown: Iterable[Page]) -> frozenset[str]:
+    """The places of commands that were shown before, and that stand by themselves."""
+    seen: set[str] = set()
+    places = []
+    for command in (c for page in shown for block in page.of("sh") for c in block.commands()):
+        text = command.text.removeprefix(".venv/bin/")
+        alone = text.startswith("dora-rl ") and not _OF_ITS_PAGE.search(text)
+        if text in seen and alone:
+            places.append(command.place)
+        seen.add(text)
+    return frozenset(places)
+
+
+def run_page(
+    page: Page, copy: Path, limit_s: float = LIMIT_S, left_out: Collection[str] = ()
+) -> Iterator[Outcome]:
     for block in page.of("sh"):
-        yield from run_block(block, copy, limit_s)
+        yield from run_block(block, copy, limit_s, left_out)
     if page.of("python"):
         yield run_python(page, copy, limit_s)
 
 
-def run_block(block: Block, copy: Path, limit_s: float = LIMIT_S) -> Iterator[Outcome]:
+def run_block(
+    block: Block, copy: Path, limit_s: float = LIMIT_S, left_out: Collection[str] = ()
+) -> Iterator[Outcome]:
     """Run a block in one shell, up to the first command that fails."""
-    commands = [shown for shown in block.commands() if shown.text not in RUN_BY_CI]
+    commands = [
+        shown
+        for shown in block.commands()
+        if shown.text not in RUN_BY_CI and shown.place not in left_out
+    ]
     if not commands:
         return
     with tempfile.TemporaryDirectory() as scratch:
@@ -143,10 +169,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not found:
         parser.error(f"no such page: {', '.join(chosen)}")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the children
+    run = partial(run_shown, left_out=repeated(found))
     begin = time.monotonic()
     with ThreadPoolExecutor(options.jobs) as pool:
         try:
-            outcomes = [outcome for page in pool.map(run_shown, found) for outcome in page]
+            outcomes = [outcome for page in pool.map(run, found) for outcome in page]
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in list(_RUNNING):
@@ -157,11 +184,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def run_shown(page: Page) -> list[Outcome]:
+def run_shown(page: Page, left_out: Collection[str] = ()) -> list[Outcome]:
     """Run a page in a copy of its own, and print what came of it."""
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="dora-rl-docs-") as scratch:
-        for outcome in run_page(page, copy_of(ROOT, Path(scratch))):
+        for outcome in run_page(page, copy_of(ROOT, Path(scratch)), left_out=left_out):
             outcomes.append(outcome)
             print(f"{outcome}\n    {outcome.failure}" if outcome.failure else outcome, flush=True)
     return outcomes

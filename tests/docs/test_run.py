@@ -11,7 +11,7 @@ import pytest
 
 from tests.docs import run
 from tests.docs.pages import DOWNLOADS, ROOT, Page, examples, read_page
-from tests.docs.run import Outcome, copy_of, run_page
+from tests.docs.run import Outcome, copy_of, repeated, run_page
 from tests.patience import PATIENCE_S
 from tests.tasks.processes import eventually
 
@@ -51,12 +51,25 @@ def test_what_fails_is_shown_with_its_output_and_ends_its_block(copy: Path) -> N
 
 
 def test_what_hangs_is_killed(copy: Path) -> None:
-    (found,) = outcomes(copy, "```sh\necho begun; sleep 3600\n```\n", limit_s=5)
-    assert found.failure.startswith("not ended after 5 s")
+    (found,) = outcomes(copy, "```sh\necho begun; sleep 3600\n```\n", limit_s=2)
+    assert found.failure.startswith("not ended after 2 s")
 
 
 def test_what_ci_runs_by_itself_is_left_out(copy: Path) -> None:
     assert outcomes(copy, "```sh\nmake test\ndora-rl train   # as make quickstart\n```\n") == []
+
+
+def test_what_stands_by_itself_and_was_shown_is_left_out(copy: Path) -> None:
+    block = "cd .\n{}dora-rl doctor\ndora-rl audit runs/first --json"
+    shown = [
+        read_page(f"{name}.md", f"```sh\n{block.format(path)}\n```\n")
+        for name, path in [("a", ".venv/bin/"), ("b", "")]
+    ]
+    assert repeated(shown) == {"b.md:3"}
+    (first, other) = run_page(
+        read_page("c.md", "```sh\ntrue\nfalse\ntrue\n```\n"), copy, left_out={"c.md:3"}
+    )
+    assert [outcome.shown.line for outcome in (first, other)] == [2, 4]
 
 
 def test_the_python_of_a_page_is_one_program(copy: Path) -> None:

@@ -33,6 +33,7 @@ def found(report: Report, name: str) -> Finding:
     return finding
 
 
+@pytest.mark.slow
 def test_this_machine(tmp_path: Path) -> None:
     told: list[str] = []
     report = examine(tmp_path, told.append, run=False)

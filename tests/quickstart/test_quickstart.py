@@ -109,6 +109,7 @@ def test_transformers_and_the_engine_agree(
         assert tokenizer.decode(text[0, prompt.shape[1] :].tolist()) == response
 
 
+@pytest.mark.slow
 def test_there_is_room_to_learn(
     rows: list[dict[str, str]], sampled: list[str], greedy: list[str]
 ) -> None:
@@ -121,6 +122,7 @@ def test_there_is_room_to_learn(
     assert accuracy(greedy) >= GREEDY_ACCURACY
 
 
+@pytest.mark.slow
 def test_lengths_of_responses_follow_the_prompts(
     rows: list[dict[str, str]], sampled: list[str]
 ) -> None:

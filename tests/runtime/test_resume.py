@@ -144,6 +144,7 @@ def assert_consecutive(steps: Sequence[StepRecord]) -> None:
     assert [record.step for record in steps] == list(range(1, STEPS + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("paradigm", ["multi_version", "sync"])
 def test_a_step_after_a_resume_has_its_own_time_alone(
     paradigm: str, model: Path, tmp_path: Path
@@ -240,6 +241,7 @@ def test_a_run_can_be_stopped_again_and_again(model: Path, tmp_path: Path) -> No
     assert [step for step, _, _ in trained(out)] == [s for s in range(STEPS) for _ in range(4)]
 
 
+@pytest.mark.slow
 def test_a_run_can_be_stopped_as_soon_as_it_goes_on(model: Path, tmp_path: Path) -> None:
     """Before it has trained anything; the last checkpoint is still the one to go on from."""
     out = tmp_path / "run"
@@ -346,6 +348,7 @@ def committed(plan: Any) -> tuple[Committing, list[int]]:
         plan = replace(plan, resumed=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("paradigm", ["sync", "in_flight"])
 def test_what_sampled_a_step_stays_until_a_checkpoint_has_it(
     paradigm: str, model: Path, tmp_path: Path

@@ -40,7 +40,10 @@ def go_on(directory: Path, **more: Any) -> Run:
     return execute(plan_resume(directory, prompts=PROMPTS, **more))
 
 
-@pytest.mark.parametrize("paradigm", ["multi_version", "sync", "in_flight"])
+@pytest.mark.parametrize(
+    "paradigm",
+    ["multi_version", *(pytest.param(p, marks=pytest.mark.slow) for p in ("sync", "in_flight"))],
+)
 def test_a_run_that_has_ended_takes_more_again_and_again(
     paradigm: str, model: Path, tmp_path: Path
 ) -> None:
@@ -59,6 +62,7 @@ def test_a_run_that_was_stopped_takes_more(model: Path, tmp_path: Path) -> None:
     assert raised(out) == [4]
 
 
+@pytest.mark.slow
 def test_a_run_of_more_steps_can_be_stopped_and_resumed(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     run(model, out, run={"steps": 1})

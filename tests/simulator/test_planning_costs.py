@@ -21,6 +21,8 @@ from tests.simulator.plans import (
     searched,
 )
 
+pytestmark = pytest.mark.slow  # every plan is a search over simulations
+
 
 @pytest.fixture(scope="module")
 def unsure() -> Plan:
