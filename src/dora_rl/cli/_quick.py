@@ -28,7 +28,7 @@ QUICK: Mapping[str, Mapping[str, Any]] = {
         "max_tokens": 32,
         "search_steps": 0,
     },
-    "modes": {"steps": 4, "warmup_steps": 1, "rounds": 1, "search_steps": 0, "groups": 16},
+    "modes": {"steps": 8, "warmup_steps": 3, "rounds": 1, "search_steps": 0, "groups": 16},
     "resume": {"events": "10000,100000", "repeats": 3},
     "durability": {"steps": 6, "warmup_steps": 2, "rounds": 1},
     "convergence": {"ways": "sync,multi_version:3", "seeds": 2, "steps": 4, "eval_size": 32},

@@ -96,7 +96,7 @@ FAST_PATHS = {
         fix="a processor with avx512_bf16 or amx_bf16, or a GPU",
     ),
     "stacked-steps": FastPath(
-        gives="live versions of a small model are stepped in one batched product",
+        gives="live versions of a small model, and adapters, are stepped in one batched product",
         otherwise="they are stepped one after the other",
         tried_by="models.stacking:stacked_steps",
     ),

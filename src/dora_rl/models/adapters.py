@@ -1,12 +1,10 @@
-"""LoRA adapters over one decoder: rows of several versions go through the base in one batch.
+"""A LoRA adapter: what it adds to which product of a decoder.
 
-Only what an adapter adds to a product looks at the version of a row: two thin products more, for
-each run of rows of the same version. The adapters of matrices that are multiplied side by side
-(q, k and v, say) are joined like them.
+The adapters of matrices that are multiplied side by side (q, k and v, say) are joined like them.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
@@ -14,8 +12,7 @@ import torch
 from torch import Tensor
 
 from dora_rl.models.config import ModelConfig
-from dora_rl.models.decoder import Decoder, Layer
-from dora_rl.models.linear import Layout, Linear, Tiled
+from dora_rl.models.linear import Layout, Tiled
 from dora_rl.weights.adapter import Adapter, tensor_names
 
 # Numbers of a B that is one matrix for modules side by side, zeros between them: fewer products, as
@@ -37,24 +34,24 @@ class Delta(Protocol):
     def add_to(self, out_RO: Tensor, x_RI: Tensor) -> None: ...
 
 
-class _Plain:
+class Plain:
     """By the fastest products, in float32."""
 
     def __init__(self, downs_AI: Sequence[Tensor], ups_OA: Sequence[Tensor]) -> None:
-        self._down_IA = torch.cat(list(downs_AI)).t().contiguous()
+        self.down_IA = torch.cat(list(downs_AI)).t().contiguous()
         joined_OA = _block_diagonal(ups_OA)
         if joined_OA.numel() <= _JOINED_NUMBERS:
-            downs_AI, ups_OA = [self._down_IA.t()], [joined_OA]
+            downs_AI, ups_OA = [self.down_IA.t()], [joined_OA]
         outputs, ranks = [len(up) for up in ups_OA], [len(down) for down in downs_AI]
-        self._ups = [
+        self.ups = [
             (columns, rank, up.t().contiguous())
             for columns, rank, up in zip(_places(outputs), _places(ranks), ups_OA, strict=True)
             if up.numel()
         ]
 
     def add_to(self, out_RO: Tensor, x_RI: Tensor) -> None:
-        h_RA = torch.mm(x_RI, self._down_IA)
-        for columns, rank, up_AO in self._ups:
+        h_RA = torch.mm(x_RI, self.down_IA)
+        for columns, rank, up_AO in self.ups:
             out_RO[:, columns].addmm_(h_RA[:, rank], up_AO)
 
 
@@ -68,34 +65,11 @@ class _Exact:
         out_RO += self._up(self._down(x_RI))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class AdapterWeights:
     """One version: for each layer, what it adds to which product."""
 
     layers: tuple[Mapping[str, Delta], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterSpan:
-    """Rows `start` to `stop` of a batch, which have this adapter."""
-
-    weights: AdapterWeights
-    start: int
-    stop: int
-
-
-class Adapted:
-    """A product of the base for all rows, and what each row's own adapter adds."""
-
-    def __init__(self, base: Linear, deltas: Sequence[tuple[slice, Delta]]) -> None:
-        self._base = base
-        self._deltas = deltas
-
-    def __call__(self, x_RI: Tensor) -> Tensor:
-        out_RO = self._base(x_RI)
-        for rows, delta in self._deltas:
-            delta.add_to(out_RO[rows], x_RI[rows])
-        return out_RO
 
 
 def _block_diagonal(ups_OA: Sequence[Tensor]) -> Tensor:
@@ -113,7 +87,7 @@ def build_adapter(
     config: ModelConfig, adapter: Adapter, tensors: Mapping[str, Tensor], layout: Layout
 ) -> AdapterWeights:
     """An adapter of checked tensors."""
-    kind = _Exact if layout is Layout.TILED else _Plain
+    kind = _Exact if layout is Layout.TILED else Plain
     linears = config.linears()
 
     def delta(layer: int, modules: Sequence[str]) -> Delta | None:
@@ -137,26 +111,3 @@ def build_adapter(
         return {product: one for product, one in found.items() if one is not None}
 
     return AdapterWeights(tuple(deltas(layer) for layer in range(config.num_layers)))
-
-
-def adapted(base: Decoder, spans: Sequence[AdapterSpan]) -> Decoder:
-    """The base for a batch whose rows have these adapters."""
-
-    def product(index: int, name: str, linear: Linear) -> Linear:
-        found = [
-            (slice(span.start, span.stop), delta)
-            for span in spans
-            if (delta := span.weights.layers[index].get(name)) is not None
-        ]
-        return Adapted(linear, found) if found else linear
-
-    def layer(index: int, of_base: Layer) -> Layer:
-        return replace(
-            of_base,
-            qkv=product(index, "qkv", of_base.qkv),
-            out=product(index, "out", of_base.out),
-            gate_up=product(index, "gate_up", of_base.gate_up),
-            down=product(index, "down", of_base.down),
-        )
-
-    return replace(base, layers=tuple(layer(i, one) for i, one in enumerate(base.layers)))

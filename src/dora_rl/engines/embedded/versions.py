@@ -16,7 +16,8 @@ from dora_rl.core.protocol.types import Version
 from dora_rl.engines.embedded.exactness import check_exact
 from dora_rl.engines.embedded.settings import EngineSettings
 from dora_rl.engines.fit import check_adapter, check_base, check_tensors
-from dora_rl.models.adapters import AdapterSpan, AdapterWeights, adapted, build_adapter
+from dora_rl.models.adapter_batches import AdapterSpan, AdapterStack, adapted, stack_adapters
+from dora_rl.models.adapters import AdapterWeights, build_adapter
 from dora_rl.models.config import ModelConfig
 from dora_rl.models.decoder import Decoder, RowSpan, build
 from dora_rl.models.linear import Layout, onednn_order
@@ -114,6 +115,7 @@ class AdapterVersions:
         self._block_tokens = settings.block_tokens
         self._tried = not settings.deterministic
         self._adapters: dict[Version, AdapterWeights] = {}
+        self._stack: AdapterStack | None = None
         self._last: tuple[list[tuple[Version, int]], list[RowSpan]] | None = None
 
     def check(self, directory: Path, weights: LoadedWeights) -> None:
@@ -130,17 +132,28 @@ class AdapterVersions:
             check_exact(_with(self._base, trial), self._block_tokens)
             self._tried = True
         self._adapters[version] = built
+        try:
+            self._restack()
+        except BaseException:
+            del self._adapters[version]
+            raise
 
     def drop(self, version: Version) -> None:
-        self._adapters.pop(version, None)
-        self._last = None
+        if self._adapters.pop(version, None) is not None:
+            self._restack()
 
     def spans(self, rows: Sequence[tuple[Version, int]]) -> list[RowSpan]:
         asked = list(rows)
         if self._last is None or self._last[0] != asked:  # most steps have the rows of the last
             of = [AdapterSpan(self._adapters[version], *place) for version, place in runs(rows)]
-            self._last = asked, [RowSpan(adapted(self._base, of), 0, of[-1].stop)]
+            together = adapted(self._base, of, self._stack)
+            self._last = asked, [RowSpan(together, 0, of[-1].stop)]
         return self._last[1]
+
+    def _restack(self) -> None:
+        self._last = self._stack = None  # what they held may be gone, and its memory is needed
+        if len(self._adapters) > 1 and stacked_steps().in_force:
+            self._stack = stack_adapters(list(self._adapters.values()))
 
 
 def _with(base: Decoder, adapter: AdapterWeights) -> Decoder:
