@@ -1,6 +1,8 @@
 """The server that workers are forks of: started once, replaced when it must be, never trusted."""
 
+import io
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -20,6 +22,8 @@ from dora_rl.faultlab.processes import is_forkserver, sandbox_processes, workers
 from dora_rl.machine.fast_paths import PORTABLE
 from dora_rl.runtime.control import messages as ms
 from dora_rl.runtime.control.listeners import Listener
+from dora_rl.runtime.launchers.local import forkserver_client
+from dora_rl.runtime.launchers.local.forkserver import LARGEST
 from dora_rl.runtime.launchers.local.forkserver_client import (
     ForkedProcess,
     ForkServer,
@@ -52,14 +56,17 @@ def servers() -> list[int]:
     return [child.pid for child in ours if is_forkserver(child.pid, os.getpid())]
 
 
+def recipe() -> Recipe:
+    return Recipe((sys.executable, "-m"), (), frozenset(os.environ.items()))
+
+
 @contextmanager
 def waiting(directory: Path, **variables: str) -> Iterator[ForkedProcess]:
     """A worker that is told nothing, and ends when it is let go."""
     ours, theirs = socket.socketpair()
     site = Site(str(directory), str(directory), os.getpid())
     with ours, theirs, open(directory / "worker.log", "ab") as log:
-        recipe = Recipe((sys.executable, "-m"), (), frozenset(os.environ.items()))
-        server = ForkServer.of_this_process(recipe, log)
+        server = ForkServer.of_this_process(recipe(), log)
         assert server is not None
         environment = {**os.environ, **variables}
         process = server.fork("a worker", site, environment, theirs, log.fileno())
@@ -224,6 +231,30 @@ def test_a_server_that_stands_still_can_be_given_up(tmp_path: Path) -> None:
         worker.give_up()
         assert worker.wait(PATIENCE_S) == -signal.SIGKILL
         assert server not in servers()
+
+
+def test_a_server_that_takes_no_orders_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forkserver_client, "_SEND_S", 0.2)
+    with waiting(tmp_path) as first:
+        server = psutil.Process(first.pid).ppid()
+        os.kill(server, signal.SIGSTOP)
+        with waiting(tmp_path, LONG="x" * (LARGEST - (1 << 16))) as second:
+            assert second.wait(PATIENCE_S) == -signal.SIGKILL
+        assert first.wait(PATIENCE_S) == -signal.SIGKILL
+        assert server not in servers()
+
+
+def test_what_a_server_had_said_is_heard_after_its_death(tmp_path: Path) -> None:
+    with waiting(tmp_path) as worker:
+        server = ForkServer.of_this_process(recipe(), io.BytesIO())
+        assert server is not None
+        os.kill(worker.pid, signal.SIGTERM)
+        select.select([server._socket], [], [], PATIENCE_S)
+        assert worker.returncode is None, "said, and not heard yet"
+        server.close()
+        assert worker.returncode == -signal.SIGTERM
 
 
 def test_what_is_no_text_in_the_environment_is_no_hindrance(
