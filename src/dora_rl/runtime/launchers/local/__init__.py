@@ -4,5 +4,5 @@ channel     messages over a socket pair
 processes   the process of a worker: started, watched, ended
 forkserver  forks it, for which `forkserver_client` asks
 worker      what such a process runs
-launcher    the loop that carries the messages and keeps the time
+launcher    starts them, and carries their messages
 """

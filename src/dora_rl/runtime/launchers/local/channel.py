@@ -1,4 +1,4 @@
-"""Messages over a socket pair, for either end.
+"""Messages over a socket pair, for either end; or their bytes, for who only passes them on.
 
 The driver's end never blocks: what does not go out at once waits here. A worker's end may wait,
 since the driver always reads. The end of the stream is the death of the other side.
@@ -22,10 +22,20 @@ class Gone(Exception):
     """The other side has ended."""
 
 
+def stream() -> Frames:
+    """What makes messages of bytes: the state of one direction of a channel."""
+    return Frames(_LARGEST)
+
+
+def decoded(frames: Frames, data: bytes) -> list[ms.Message]:
+    """The messages that these bytes complete."""
+    return [ms.decode(content) for content in frames.feed(data)]
+
+
 class Channel:
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
-        self._frames = Frames(_LARGEST)
+        self._frames = stream()
         self._unsent: deque[memoryview] = deque()
         self._sending = threading.Lock()  # a message goes out whole before the next begins
         self._unread: list[ms.Message] = []
@@ -37,9 +47,12 @@ class Channel:
 
     def send(self, message: ms.Message) -> None:
         """Queue a message and send what goes."""
-        framed = memoryview(frame(ms.encode(message)))
+        self.send_bytes(frame(ms.encode(message)))
+
+    def send_bytes(self, framed: bytes) -> None:
+        """Queue whole messages, as the other end of a channel has them, and send what goes."""
         with self._sending:
-            self._unsent.append(framed)
+            self._unsent.append(memoryview(framed))
             self._flush()
 
     def flush(self) -> None:
@@ -65,15 +78,19 @@ class Channel:
         if self._unread:
             messages, self._unread = self._unread, []
             return messages
+        return decoded(self._frames, self.receive_bytes())
+
+    def receive_bytes(self) -> bytes:
+        """What has come, not necessarily whole messages; empty if a socket that never waits is."""
         try:
             data = self.socket.recv(_CHUNK)
         except BlockingIOError:
-            return []
+            return b""
         except OSError as error:
             raise Gone from error
         if not data:
             raise Gone
-        return [ms.decode(content) for content in self._frames.feed(data)]
+        return data
 
     def put_back(self, messages: list[ms.Message]) -> None:
         """Receive these again, before all others."""

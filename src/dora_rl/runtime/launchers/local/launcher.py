@@ -1,69 +1,26 @@
-"""Workers as processes of one machine: starts, stops and reaches them, and reports their facts.
+"""Workers as processes of one machine: starts, stops and reaches them, and reports their facts."""
 
-What a fact leads to is decided elsewhere: of the run by the core, of workers by the supervisor. A
-worker that dies or hangs is replaced: a rollout process resumes from the prefixes that it saved, a
-trainer from the last checkpoint with the steps since.
-"""
-
-import os
 import selectors
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any, Literal, TypeAlias
+from functools import partial
+from typing import TypeAlias
 
-from dora_rl.core.protocol.errors import UserError
-from dora_rl.core.protocol.types import InstanceId
-from dora_rl.engines.registry import own_interpreter
 from dora_rl.runtime.control import messages as ms
-from dora_rl.runtime.control.decisions import EVALUATOR, TRAINER, Death, Role, Worker, rollout
-from dora_rl.runtime.control.evaluator import EVALUATOR_INSTANCE
+from dora_rl.runtime.control.decisions import Death, Role, Worker
 from dora_rl.runtime.control.memory import Watch
-from dora_rl.runtime.control.task_workers import TaskWorkers
-from dora_rl.runtime.launchers.base import Runtime
+from dora_rl.runtime.launchers import wall_clock
 from dora_rl.runtime.launchers.local.channel import Gone
 from dora_rl.runtime.launchers.local.forkserver_client import worker_fork
 from dora_rl.runtime.launchers.local.processes import WorkerProcess
-from dora_rl.runtime.launchers.local.site import Site
-from dora_rl.runtime.records.run_files import Ending, RunFiles
+from dora_rl.runtime.launchers.wall_clock import WallClockRuntime
+from dora_rl.runtime.records.run_files import RunFiles
 
-Receive: TypeAlias = Callable[[WorkerProcess, Any], None]
-"""Takes a message that a process has sent."""
-
-_LONGEST_WAIT_S = 0.5  # so that an interrupt is noticed soon
+Receive: TypeAlias = wall_clock.Receive[WorkerProcess]
 
 
-class WallTime:
-    """The run's clock and timer, by the machine's monotonic clock."""
-
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-        self._at: float | None = None
-
-    def begin(self, now: float) -> None:
-        """It is now so many seconds since the run began."""
-        self._began = time.monotonic() - now
-
-    def now(self) -> float:
-        return time.monotonic() - self._began
-
-    def set(self, at: float) -> None:
-        self._at = at
-
-    def rings(self) -> bool:
-        """Whether the time that was set has come; said once."""
-        if self._at is None or self.now() < self._at:
-            return False
-        self._at = None
-        return True
-
-    def wait_s(self) -> float | None:
-        """How long until it rings, if a time is set."""
-        return None if self._at is None else self._at - self.now()
-
-
-class LocalRuntime(Runtime):
-    """Carries a run's messages between processes."""
+class LocalRuntime(WallClockRuntime[WorkerProcess]):
+    """Carries a run's messages over socket pairs."""
 
     def __init__(
         self,
@@ -72,134 +29,18 @@ class LocalRuntime(Runtime):
         *,
         around_receive: Callable[[Receive], Receive] = lambda receive: receive,
     ) -> None:
-        """`around_receive` wraps the receiver of all messages, to repeat, change or drop some."""
-        self._memory = memory or Watch(files.config.runtime.min_free_memory_mb)
-        self._time = WallTime()
-        self._task_workers = TaskWorkers(files.plan.task, files.reward_log.entry)
-        super().__init__(
-            files,
-            clock=self._time,
-            timer=self._time,
-            scorer=self._task_workers,
-            environments=self._task_workers,
-            watches_memory=bool(self._memory.bound_mb),
-        )
-        plan = files.plan
-        self._site = Site(str(plan.model.resolve()), str(plan.out.resolve()), os.getpid())
-        rollout_settings = files.config.rollout
-        self._interpreter = own_interpreter(
-            rollout_settings.engine, rollout_settings.engine_options, rollout_settings.device
-        )
+        super().__init__(files, memory, around_receive=around_receive)
         self._forks = worker_fork().in_force
-        self._selector = selectors.DefaultSelector()
-        self._processes: dict[Worker, WorkerProcess] = {}
-        self._evaluators = 0  # that were started: the incarnation of the next one
-        self._receive = around_receive(self._take)
 
-    def stop(self) -> None:
-        """Finish the step that is under way, save, and end. Safe to call from a signal."""
-        self.supervisor.ask_to_stop()
-
-    def run(self) -> Ending:
-        (self._files.plan.out / "logs").mkdir(exist_ok=True)
-        try:
-            self._task_workers.start()
-            for pool in self._task_workers.pools:
-                for fd in pool.filenos():
-                    self._selector.register(fd, selectors.EVENT_READ, None)
-            self._time.begin(self._files.orchestrator.state.now)
-            self.start_worker(TRAINER, 0)
-            # A trainer that refuses the checkpoint leaves a resumed run as it was; so does a stop.
-            while self._files.plan.resumed and not self.supervisor.trainer_ready:
-                if self.supervisor.stop_asked:
-                    return self._checkpointer.stopped_before(self.supervisor.because)
-                self._turn()
-            incarnations = self._begin()
-            self._begun = True
-            for name in range(self._config.runtime.instances):
-                self.start_worker(rollout(name), incarnations.get(name, 0))
-            while not self._done:
-                self._turn()
-            return self._checkpointer.ending()
-        finally:
-            self._end_processes()
-            self._task_workers.close()
-            self._selector.close()
-
-    def _turn(self) -> None:
-        """Wait for whatever comes next, and let the driver have it."""
-        for key, mask in self._selector.select(self._wait_s()):
-            if key.data is not None:
-                self._serve(key.data, mask)
-        self._task_workers.poll_scores()
-        self._task_workers.poll_environments()
-        if self._time.rings():
-            self.driver.ring()
-        if self.driver.halted is not None:
-            self._checkpointer.halted()
-        short = self._memory.short(self.clock.now())
-        if short is not None:
-            self._obey(self.supervisor.memory_short(short))
-        self._obey(self.supervisor.check(self.clock.now(), self._facts))
-        # Last: what workers said during a long commit is heard before their silence is judged.
-        self._files.committer.commit_if_due()
-
-    def _wait_s(self) -> float:
-        waits = [_LONGEST_WAIT_S]
-        others = [self._files.committer.commit_in_s(), self._time.wait_s()]
-        others += [pool.due_in_s() for pool in self._task_workers.pools]
-        waits += [wait for wait in others if wait is not None]
-        return max(0.0, min(waits))
-
-    # Processes
-
-    def start_worker(self, worker: Worker, incarnation: int) -> None:
-        threads = self._config.threads()
-        match worker.role:
-            case Role.TRAINER:
-                self._start_trainer(incarnation)
-            case Role.ROLLOUT:
-                instance = {"instance": worker.instance, "incarnation": incarnation}
-                setup = self._setup("rollout", threads.rollout, **instance)
-                self._start(worker, setup, f"rollout-{worker.instance}", incarnation)
-            case Role.EVALUATOR:
-                instance = {
-                    "instance": EVALUATOR_INSTANCE,
-                    "incarnation": incarnation,
-                    "evaluation": True,
-                }
-                setup = self._setup("rollout", threads.evaluation, **instance)
-                self._start(worker, setup, "evaluator", incarnation)
-
-    def _start_trainer(self, incarnation: int) -> None:
-        """From the last checkpoint on, through the steps that were trained since."""
-        checkpoint = self._files.committer.last_checkpoint
-        setup = self._setup(
-            "trainer",
-            self._config.threads().train,
-            incarnation=incarnation,
-            checkpoint=checkpoint,
-        )
-        self._start(TRAINER, setup, "trainer", incarnation)
-        self._redo_steps()
-
-    def _setup(self, role: Literal["rollout", "trainer"], threads: int, **more: Any) -> ms.Setup:
-        config = self._config.model_dump(mode="json", exclude_none=True)
-        return ms.Setup(role=role, config=config, threads=threads, **more)
-
-    def _start(self, worker: Worker, setup: ms.Setup, log: str, incarnation: int) -> None:
-        logs = self._files.plan.out / "logs"
+    def _spawn(self, worker: Worker, setup: ms.Setup, log: str) -> WorkerProcess:
         interpreter = None if worker.role is Role.TRAINER else self._interpreter
-        path = logs / f"{log}.log"
+        path = self._files.plan.out / "logs" / f"{log}.log"
         process = WorkerProcess(
             str(worker), setup, self._site, path, interpreter, forked=self._forks
         )
-        self._processes[worker] = process
-        self.supervisor.started(self.clock.now(), worker, incarnation)
-        self._selector.register(process.channel.socket, selectors.EVENT_READ, process)
-
-    def kill_worker(self, worker: Worker) -> None:
-        self._processes[worker].kill()
+        serve = partial(self._serve, process)
+        self._selector.register(process.channel.socket, selectors.EVENT_READ, serve)
+        return process
 
     def _serve(self, process: WorkerProcess, mask: int) -> None:
         try:
@@ -210,35 +51,9 @@ class LocalRuntime(Runtime):
                 for message in process.channel.receive():
                     self._receive(process, message)
         except Gone:
-            self._died(process)
+            self._gone(process)
 
-    def _worker(self, process: WorkerProcess) -> Worker | None:
-        """Which worker it is, unless another process has taken its place."""
-        return next((w for w, current in self._processes.items() if current is process), None)
-
-    def _take(self, process: WorkerProcess, message: Any) -> None:
-        if isinstance(message, ms.Broken):
-            if message.user:
-                raise UserError(message.reason)
-            return  # its death follows, and its log says more
-        if isinstance(message, ms.Tried):
-            for listener in self.driver.listeners:
-                listener.tried(self.clock.now(), message.trials)
-            return
-        worker = self._worker(process)
-        if worker is None:
-            return
-        self._obey(self.supervisor.heard(self.clock.now(), worker, message))
-        match worker.role:
-            case Role.TRAINER:
-                self._from_trainer(message)
-            case Role.ROLLOUT:
-                assert worker.instance is not None
-                self._from_rollout(worker.instance, message)
-            case Role.EVALUATOR:
-                self._from_rollout(EVALUATOR_INSTANCE, message)
-
-    def _died(self, process: WorkerProcess) -> None:
+    def _gone(self, process: WorkerProcess) -> None:
         self._selector.unregister(process.channel.socket)
         process.channel.close()
         deaths = self._memory.deaths
@@ -246,27 +61,15 @@ class LocalRuntime(Runtime):
         process.kill()
         if self._memory.deaths > deaths:
             self._killed_short(why)
-        worker = self._worker(process)
-        assert worker is not None, "who takes its place is started once it is dead"
-        if worker == EVALUATOR:
-            del self._processes[worker]  # the next evaluation starts another
-        death = Death(why, own_error=process.failed)
-        self._obey(self.supervisor.died(self.clock.now(), worker, death, self._facts))
+        self._died(process, Death(why, own_error=process.failed))
 
-    def _killed_short(self, why: str) -> None:
-        """The kernel has killed a worker."""
-        self._obey(self.supervisor.killed_out_of_memory(why))
-
-    def _end_processes(self) -> None:
-        """Rollout first: the trainer may still be writing."""
-        for worker in sorted(self._processes, key=lambda worker: worker.role is not Role.ROLLOUT):
-            process = self._processes[worker]
+    def _end(self, processes: Iterable[WorkerProcess]) -> None:
+        for process in processes:
             with suppress(KeyError, ValueError):
                 self._selector.unregister(process.channel.socket)
             process.end()
 
-    def _send(self, worker: Worker, message: ms.Message) -> None:
-        process = self._processes[worker]
+    def _send(self, process: WorkerProcess, message: ms.Message) -> None:
         with suppress(Gone):  # its death is noticed on reading
             process.channel.send(message)
             self._watch_writes(process)
@@ -276,26 +79,5 @@ class LocalRuntime(Runtime):
         if process.channel.unsent:
             events |= selectors.EVENT_WRITE
         with suppress(KeyError, ValueError):
-            self._selector.modify(process.channel.socket, events, process)
-
-    # What the driver asks for
-
-    def to_rollout(self, instance: InstanceId, message: ms.ToRollout) -> None:
-        worker = rollout(instance)
-        if worker in self._processes:  # else of an earlier incarnation of the run, about to be lost
-            self._send(worker, message)
-
-    def to_every_rollout(self, message: ms.ToRollout) -> None:
-        for worker in self._processes:
-            if worker.role is Role.ROLLOUT:
-                self._send(worker, message)
-
-    def to_evaluator(self, message: ms.ToRollout) -> None:
-        if EVALUATOR not in self._processes:
-            self.start_worker(EVALUATOR, self._evaluators)
-            self._evaluators += 1
-        self._send(EVALUATOR, message)
-
-    def to_trainer(self, message: ms.ToTrainer) -> None:
-        self.supervisor.asked(self.clock.now(), message)
-        self._send(TRAINER, message)
+            serve = partial(self._serve, process)
+            self._selector.modify(process.channel.socket, events, serve)

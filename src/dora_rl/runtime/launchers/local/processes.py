@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from dora_rl import logs
 from dora_rl.engines.registry import Interpreter
@@ -25,6 +26,28 @@ _LONGEST_WORDS = 2000  # characters of the line that does
 _FAULTS = {signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT}
 _END_S = 5.0  # from being told to end to being killed
 _DEATH_S = 30.0  # from the end of its channel to its own: a large interpreter takes its time
+
+
+class Exit(NamedTuple):
+    """How a process ended."""
+
+    code: int  # negative: the signal that ended it
+    killed: bool  # by us
+    words: str  # the last that it printed, no log record among them
+
+    def described(self, name: str, blame: Callable[[], str | None] = lambda: None) -> str:
+        """In one line; `blame` is asked who has sent a SIGKILL that was not ours."""
+        code = self.code
+        how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+        by = blame() if code == -signal.SIGKILL and not self.killed else None
+        if by is not None:
+            return f"{name} ended with {how}, {by}"
+        return f"{name} ended with {how}{f': {self.words}' if self.words else ''}"
+
+    @property
+    def failed(self) -> bool:
+        """Whether by an error of its own: an exception, or a fault of the processor."""
+        return self.code > 0 or -self.code in _FAULTS
 
 
 class WorkerProcess:
@@ -77,28 +100,29 @@ class WorkerProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def death(self, blame: Callable[[], str | None] = lambda: None) -> str:
-        """What it died of, in one line; waits for the death.
+    @property
+    def waiting(self) -> bool:
+        """A process of this machine waits for no resources."""
+        return False
 
-        `blame` is asked who has sent a SIGKILL that was not ours.
-        """
+    def exit(self) -> Exit:
+        """How it ended; waits for that."""
         try:
             code = self._process.wait(_DEATH_S)
         except subprocess.TimeoutExpired:
             self.kill()
             code = self._reaped()
-        how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-        by = blame() if code == -signal.SIGKILL and not self._killed else None
-        if by is not None:
-            return f"{self.name} ended with {how}, {by}"
-        words = self._last_words()
-        return f"{self.name} ended with {how}{f': {words}' if words else ''}"
+        return Exit(code, self._killed, self._last_words())
+
+    def death(self, blame: Callable[[], str | None] = lambda: None) -> str:
+        """What it died of, in one line; waits for the death."""
+        return self.exit().described(self.name, blame)
 
     @property
     def failed(self) -> bool:
-        """Whether it ended by an error of its own: an exception, or a fault of the processor."""
+        """Whether it has ended by an error of its own."""
         code = self._process.returncode
-        return code is not None and (code > 0 or -code in _FAULTS)
+        return code is not None and Exit(code, self._killed, "").failed
 
     def _last_words(self) -> str:
         """The last line that it printed and that is no log record, if there is one."""

@@ -1,0 +1,289 @@
+"""The loop of every launcher whose workers are processes of their own, on the machine's clock.
+
+A subclass starts workers and carries bytes to and from them; it calls `_receive` for each message
+and `_died` for each death. What a fact leads to is decided elsewhere: of the run by the core, of
+workers by the supervisor. A worker that dies or hangs is replaced: a rollout worker resumes from
+the prefixes that it saved, a trainer from the last checkpoint with the steps since.
+"""
+
+import os
+import selectors
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
+
+from dora_rl.core.protocol.errors import UserError
+from dora_rl.core.protocol.types import InstanceId
+from dora_rl.engines.registry import own_interpreter
+from dora_rl.runtime.control import messages as ms
+from dora_rl.runtime.control.decisions import EVALUATOR, TRAINER, Death, Role, Worker, rollout
+from dora_rl.runtime.control.evaluator import EVALUATOR_INSTANCE
+from dora_rl.runtime.control.memory import Watch
+from dora_rl.runtime.control.task_workers import TaskWorkers
+from dora_rl.runtime.launchers.base import Runtime
+from dora_rl.runtime.launchers.local.site import Site
+from dora_rl.runtime.records.run_files import Ending, RunFiles
+
+_LONGEST_WAIT_S = 0.5  # so that an interrupt is noticed soon
+
+
+class WallTime:
+    """The run's clock and timer, by the machine's monotonic clock."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._at: float | None = None
+
+    def begin(self, now: float) -> None:
+        """It is now so many seconds since the run began."""
+        self._began = time.monotonic() - now
+
+    def now(self) -> float:
+        return time.monotonic() - self._began
+
+    def set(self, at: float) -> None:
+        self._at = at
+
+    def rings(self) -> bool:
+        """Whether the time that was set has come; said once."""
+        if self._at is None or self.now() < self._at:
+            return False
+        self._at = None
+        return True
+
+    def wait_s(self) -> float | None:
+        """How long until it rings, if a time is set."""
+        return None if self._at is None else self._at - self.now()
+
+
+class Handle(Protocol):
+    """One process of a worker, as its launcher knows it."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether it has not begun, for want of resources."""
+
+    def kill(self) -> None:
+        """End it at once, with whatever it has started; its death is reported later."""
+
+
+H = TypeVar("H", bound=Handle)
+Receive: TypeAlias = Callable[[H, Any], None]
+"""Takes a message that a process has sent."""
+
+
+class WallClockRuntime(Runtime, Generic[H]):
+    """Carries a run's messages between processes."""
+
+    def __init__(
+        self,
+        files: RunFiles,
+        memory: Watch | None = None,
+        *,
+        around_receive: Callable[[Receive[H]], Receive[H]] = lambda receive: receive,
+    ) -> None:
+        """`around_receive` wraps the receiver of all messages, to repeat, change or drop some."""
+        self._memory = memory or Watch(files.config.runtime.min_free_memory_mb)
+        self._time = WallTime()
+        self._task_workers = TaskWorkers(files.plan.task, files.reward_log.entry)
+        super().__init__(
+            files,
+            clock=self._time,
+            timer=self._time,
+            scorer=self._task_workers,
+            environments=self._task_workers,
+            watches_memory=bool(self._memory.bound_mb),
+        )
+        plan = files.plan
+        self._site = Site(str(plan.model.resolve()), str(plan.out.resolve()), os.getpid())
+        rollout_settings = files.config.rollout
+        self._interpreter = own_interpreter(
+            rollout_settings.engine, rollout_settings.engine_options, rollout_settings.device
+        )
+        self._selector = selectors.DefaultSelector()
+        self._processes: dict[Worker, H] = {}
+        self._evaluators = 0  # that were started: the incarnation of the next one
+        self._receive = around_receive(self._take)
+
+    # What a subclass does
+
+    @abstractmethod
+    def _spawn(self, worker: Worker, setup: ms.Setup, log: str) -> H:
+        """Start a process for the worker; `log` names its file in `logs/`."""
+
+    @abstractmethod
+    def _send(self, process: H, message: ms.Message) -> None:
+        """Queue a message. One that is gone gets none: its death is noticed otherwise."""
+
+    @abstractmethod
+    def _end(self, processes: Iterable[H]) -> None:
+        """Ask all of them to end, and see to it that they do."""
+
+    # The loop
+
+    def stop(self) -> None:
+        """Finish the step that is under way, save, and end. Safe to call from a signal."""
+        self.supervisor.ask_to_stop()
+
+    def run(self) -> Ending:
+        (self._files.plan.out / "logs").mkdir(exist_ok=True)
+        try:
+            self._task_workers.start()
+            for pool in self._task_workers.pools:
+                for fd in pool.filenos():
+                    self._selector.register(fd, selectors.EVENT_READ, None)
+            self._time.begin(self._files.orchestrator.state.now)
+            self.start_worker(TRAINER, 0)
+            # A trainer that refuses the checkpoint leaves a resumed run as it was; so does a stop.
+            while self._files.plan.resumed and not self.supervisor.trainer_ready:
+                if self.supervisor.stop_asked:
+                    return self._checkpointer.stopped_before(self.supervisor.because)
+                self._turn()
+            incarnations = self._begin()
+            self._begun = True
+            for name in range(self._config.runtime.instances):
+                self.start_worker(rollout(name), incarnations.get(name, 0))
+            while not self._done:
+                self._turn()
+            return self._checkpointer.ending()
+        finally:
+            self._end_processes()
+            self._task_workers.close()
+            self._selector.close()
+
+    def _turn(self) -> None:
+        """Wait for whatever comes next, and let the driver have it."""
+        for key, mask in self._selector.select(self._wait_s()):
+            if key.data is not None:
+                key.data(mask)
+        self._task_workers.poll_scores()
+        self._task_workers.poll_environments()
+        if self._time.rings():
+            self.driver.ring()
+        if self.driver.halted is not None:
+            self._checkpointer.halted()
+        short = self._memory.short(self.clock.now())
+        if short is not None:
+            self._obey(self.supervisor.memory_short(short))
+        self._obey(self.supervisor.check(self.clock.now(), self._facts))
+        # Last: what workers said during a long commit is heard before their silence is judged.
+        self._files.committer.commit_if_due()
+
+    def _wait_s(self) -> float:
+        waits = [_LONGEST_WAIT_S]
+        others = [self._files.committer.commit_in_s(), self._time.wait_s()]
+        others += [pool.due_in_s() for pool in self._task_workers.pools]
+        waits += [wait for wait in others if wait is not None]
+        return max(0.0, min(waits))
+
+    # Workers
+
+    def start_worker(self, worker: Worker, incarnation: int) -> None:
+        threads = self._config.threads()
+        match worker.role:
+            case Role.TRAINER:
+                self._start_trainer(incarnation)
+            case Role.ROLLOUT:
+                instance = {"instance": worker.instance, "incarnation": incarnation}
+                setup = self._setup("rollout", threads.rollout, **instance)
+                self._start(worker, setup, f"rollout-{worker.instance}")
+            case Role.EVALUATOR:
+                instance = {
+                    "instance": EVALUATOR_INSTANCE,
+                    "incarnation": incarnation,
+                    "evaluation": True,
+                }
+                setup = self._setup("rollout", threads.evaluation, **instance)
+                self._start(worker, setup, "evaluator")
+
+    def _start_trainer(self, incarnation: int) -> None:
+        """From the last checkpoint on, through the steps that were trained since."""
+        checkpoint = self._files.committer.last_checkpoint
+        setup = self._setup(
+            "trainer",
+            self._config.threads().train,
+            incarnation=incarnation,
+            checkpoint=checkpoint,
+        )
+        self._start(TRAINER, setup, "trainer")
+        self._redo_steps()
+
+    def _setup(self, role: Literal["rollout", "trainer"], threads: int, **more: Any) -> ms.Setup:
+        config = self._config.model_dump(mode="json", exclude_none=True)
+        return ms.Setup(role=role, config=config, threads=threads, **more)
+
+    def _start(self, worker: Worker, setup: ms.Setup, log: str) -> None:
+        process = self._processes[worker] = self._spawn(worker, setup, log)
+        if worker.role is not Role.ROLLOUT or not process.waiting:
+            self.supervisor.started(self.clock.now(), worker, setup.incarnation)
+
+    def kill_worker(self, worker: Worker) -> None:
+        self._processes[worker].kill()
+
+    def _worker(self, process: H) -> Worker | None:
+        """Which worker it is, unless another process has taken its place."""
+        return next((w for w, current in self._processes.items() if current is process), None)
+
+    def _take(self, process: H, message: Any) -> None:
+        if isinstance(message, ms.Broken):
+            if message.user:
+                raise UserError(message.reason)
+            return  # its death follows, and its log says more
+        if isinstance(message, ms.Tried):
+            for listener in self.driver.listeners:
+                listener.tried(self.clock.now(), message.trials)
+            return
+        worker = self._worker(process)
+        if worker is None:
+            return
+        self._obey(self.supervisor.heard(self.clock.now(), worker, message))
+        match worker.role:
+            case Role.TRAINER:
+                self._from_trainer(message)
+            case Role.ROLLOUT:
+                assert worker.instance is not None
+                self._from_rollout(worker.instance, message)
+            case Role.EVALUATOR:
+                self._from_rollout(EVALUATOR_INSTANCE, message)
+
+    def _died(self, process: H, death: Death) -> None:
+        """The process is gone, and so is all that it had started."""
+        worker = self._worker(process)
+        assert worker is not None, "who takes its place is started once it is dead"
+        if worker == EVALUATOR:
+            del self._processes[worker]  # the next evaluation starts another
+        self._obey(self.supervisor.died(self.clock.now(), worker, death, self._facts))
+
+    def _killed_short(self, why: str) -> None:
+        """The kernel has killed a worker."""
+        self._obey(self.supervisor.killed_out_of_memory(why))
+
+    def _end_processes(self) -> None:
+        """Rollout first: the trainer may still be writing."""
+        rollouts = [p for w, p in self._processes.items() if w.role is Role.ROLLOUT]
+        others = [p for w, p in self._processes.items() if w.role is not Role.ROLLOUT]
+        for processes in (rollouts, others):
+            self._end(processes)
+
+    # What the driver asks for
+
+    def to_rollout(self, instance: InstanceId, message: ms.ToRollout) -> None:
+        process = self._processes.get(rollout(instance))
+        if process is not None:  # else of an earlier incarnation of the run, about to be lost
+            self._send(process, message)
+
+    def to_every_rollout(self, message: ms.ToRollout) -> None:
+        for worker, process in self._processes.items():
+            if worker.role is Role.ROLLOUT:
+                self._send(process, message)
+
+    def to_evaluator(self, message: ms.ToRollout) -> None:
+        if EVALUATOR not in self._processes:
+            self.start_worker(EVALUATOR, self._evaluators)
+            self._evaluators += 1
+        self._send(self._processes[EVALUATOR], message)
+
+    def to_trainer(self, message: ms.ToTrainer) -> None:
+        self.supervisor.asked(self.clock.now(), message)
+        self._send(self._processes[TRAINER], message)
