@@ -15,6 +15,7 @@ EXTRAS = {
     "lora": ("peft",),
     "tasks": ("reasoning_gym", "math_verify"),
     "datasets": ("datasets",),
+    "ray": ("ray",),
     "plot": ("matplotlib",),
     "smollm2": ("transformers", "gguf", "accelerate"),
 }

@@ -25,6 +25,7 @@ from dora_rl.engines.registry import (
 )
 from dora_rl.engines.vllm.settings import VllmSettings
 from dora_rl.machine import processor
+from dora_rl.runtime.launchers.ray.settings import RaySettings
 from dora_rl.runtime.prepare.not_yet import not_yet
 from dora_rl.tasks.settings import TaskSettings
 from dora_rl.trainer.settings import AUTO, Behaviour, DeviceName, LoraSettings, TrainSettings
@@ -104,8 +105,9 @@ class LogicalTime(ConfigModel):
 class RuntimeSettings(ConfigModel):
     """`[runtime]`: where the parts of a run live."""
 
-    kind: Literal["local", "inline"] = Field(
-        default="local", description="processes of this machine, or all in one on a logical clock"
+    kind: Literal["local", "inline", "ray"] = Field(
+        default="local",
+        description="processes of this machine, all in one on a logical clock, or a Ray cluster",
     )
     instances: int = Field(default=1, ge=1, le=1024, description="rollout processes")
     rollout_threads: int | None = Field(default=None, ge=1, description="of one; else by the cores")
@@ -131,6 +133,7 @@ class RuntimeSettings(ConfigModel):
         description="with less left, a local run saves and ends; 0: not watched",
     )
     inline: LogicalTime = LogicalTime()
+    ray: RaySettings = RaySettings()
 
 
 class RunSettings(ConfigModel):
@@ -244,8 +247,8 @@ class RunConfig(ConfigModel):
             )
         if self.runtime.kind == "inline" and has_own_environment(name):
             raise ValueError(
-                f"runtime.kind must be `local` with the {name} engine, which has an environment "
-                f"and processes of its own: `{self.runtime.kind}`."
+                f"runtime.kind must be `local` or `ray` with the {name} engine, which has an "
+                f"environment and processes of its own: `{self.runtime.kind}`."
             )
         if self.deterministic and not can_be_deterministic(name):
             raise ValueError(
@@ -265,13 +268,19 @@ class RunConfig(ConfigModel):
                 f"rollout.kv_budget_tokens must be at least {least} with the {name} engine: "
                 f"`{rollout.kv_budget_tokens}`."
             )
-        share = self.runtime.instances * rollout.vllm.gpu_memory_utilization
+        sharing = 1 if self._own_gpus else self.runtime.instances
+        share = sharing * rollout.vllm.gpu_memory_utilization
         if rollout.device.startswith("cuda") and share > 1:
             raise ValueError(
                 f"rollout.vllm.gpu_memory_utilization of {self.runtime.instances} instances on "
                 f"one GPU must add up to 1 at most: `{rollout.vllm.gpu_memory_utilization}` each. "
                 "Lower it."
             )
+
+    @property
+    def _own_gpus(self) -> bool:
+        """Whether each instance has a GPU of its own."""
+        return self.runtime.kind == "ray" and self.runtime.ray.rollout.gpus >= 1
 
     def warnings(self) -> list[str]:
         """What is allowed, and may not be meant."""
@@ -331,8 +340,10 @@ class RunConfig(ConfigModel):
 
     def threads(self, cores: int | None = None) -> Threads:
         """Threads of each process, so that those that run at once do not fight for cores."""
-        cores = cores or processor.cores()
         runtime = self.runtime
+        if runtime.kind == "ray":
+            return self._threads_on_nodes(runtime)
+        cores = cores or processor.cores()
         train = runtime.train_threads or self.train.threads
         if train is None:
             train = cores if self.colocated else max(1, cores // 2)
@@ -341,3 +352,10 @@ class RunConfig(ConfigModel):
             left = cores if self.colocated else cores - train * self.train.processes
             rollout = max(1, left // runtime.instances)
         return Threads(rollout, train)
+
+    def _threads_on_nodes(self, runtime: RuntimeSettings) -> Threads:
+        """As many as a worker has CPUs of its node."""
+        train = runtime.train_threads or self.train.threads
+        share = int(runtime.ray.trainer.cpus) // self.train.processes
+        rollout = runtime.rollout_threads or int(runtime.ray.rollout.cpus)
+        return Threads(max(1, rollout), train or max(1, share))

@@ -26,7 +26,16 @@ def _local(files: RunFiles) -> Runtime:
     return LocalRuntime(files)
 
 
-_LAUNCHERS: dict[str, Launcher] = {"inline": _inline, "local": _local}
+def _ray(files: RunFiles) -> Runtime:
+    from dora_rl.runtime.launchers.ray import installation
+
+    installation.prepare_import(installation.address_of(files.config.runtime.ray.address))
+    from dora_rl.runtime.launchers.ray.launcher import RayRuntime
+
+    return RayRuntime(files)
+
+
+_LAUNCHERS: dict[str, Launcher] = {"inline": _inline, "local": _local, "ray": _ray}
 
 
 def launch(files: RunFiles) -> Runtime:

@@ -18,6 +18,7 @@ from dora_rl.extras import require
 from dora_rl.machine.trials import in_child
 from dora_rl.models.config import read_config as read_model
 from dora_rl.runtime.config import RunConfig
+from dora_rl.runtime.launchers.ray.installation import check_installed
 from dora_rl.runtime.prepare import config_file
 from dora_rl.runtime.prepare.devices import check_device
 from dora_rl.runtime.prepare.given import check_given, names_of
@@ -75,6 +76,8 @@ def prepare(
     require(USER, "engine", "train")
     if config.model.lora is not None:
         require("model.lora", "lora")
+    if config.runtime.kind == "ray":
+        check_installed()
     model = find_model(config.model.path)
     out = out or Path(config.run.out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
     _check_text("model.path", model)

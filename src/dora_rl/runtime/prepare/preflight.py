@@ -10,6 +10,7 @@ from dora_rl.core.protocol.errors import UserError
 from dora_rl.engines.fit import check_dtypes, check_shapes
 from dora_rl.models.config import ModelConfig, read_config
 from dora_rl.runtime.control.memory import Watch
+from dora_rl.runtime.launchers.ray.installation import address_of, prepare_import
 from dora_rl.runtime.prepare import memory_estimate
 from dora_rl.runtime.prepare.memory_estimate import Footprint
 from dora_rl.runtime.prepare.plan import Plan
@@ -38,6 +39,7 @@ def preflight(plan: Plan) -> Preflight:
     model = read_config(plan.model)
     needed = memory_estimate.check(plan.config, model)
     _check_weights(plan, model)
+    _check_cluster(plan)
     # What is resumed has been scored: a reward that is away for a while fails a trajectory, not it.
     dry_run = plan.config.task.dry_run and not plan.resumed
     return Preflight(model, needed, try_task(plan.task, dry_run=dry_run))
@@ -48,6 +50,15 @@ def check_memory(plan: Plan) -> None:
     if plan.config.runtime.kind == "local":
         watch = Watch(plan.config.runtime.min_free_memory_mb)
         watch.check(plan.out / CONFIG if plan.resumed else None)
+
+
+def _check_cluster(plan: Plan) -> None:
+    """A Ray cluster that is named answers, and has what the run asks for."""
+    if plan.config.runtime.kind == "ray":
+        prepare_import(address_of(plan.config.runtime.ray.address))
+        from dora_rl.runtime.launchers.ray.cluster import check_cluster
+
+        check_cluster(plan.config)
 
 
 def _check_weights(plan: Plan, model: ModelConfig) -> None:

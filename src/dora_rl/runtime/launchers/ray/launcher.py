@@ -1,0 +1,142 @@
+"""Workers on the nodes of a Ray cluster: starts, stops and reaches them, and reports their facts.
+
+An instance that finds no room waits for it, and is no worker until then: a node that is added gets
+the instances that a node took along. The trainer comes first: if it waits, an instance makes room.
+"""
+
+import os
+import selectors
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from dora_rl.core.protocol.errors import UserError
+from dora_rl.runtime.control import messages as ms
+from dora_rl.runtime.control.decisions import EVALUATOR, TRAINER, Death, Role, Worker
+from dora_rl.runtime.control.memory import Watch
+from dora_rl.runtime.launchers.local.processes import Exit
+from dora_rl.runtime.launchers.ray.actor import Order
+from dora_rl.runtime.launchers.ray.cluster import connected
+from dora_rl.runtime.launchers.ray.remote_worker import CallQueue, Ears, RemoteWorker
+from dora_rl.runtime.launchers.wall_clock import WallClockRuntime
+from dora_rl.runtime.records.run_files import Ending, RunFiles
+
+_END_S = 30.0  # for workers to end when they are asked to; then their actors are killed
+_YIELD_S = 10.0  # that the trainer waits for room before an instance makes some
+_PASSED_ON = "DORA_RL_"  # begins the variables of the environment that workers share
+
+
+class RayRuntime(WallClockRuntime[RemoteWorker]):
+    """Carries a run's messages by calls of actors."""
+
+    def __init__(self, files: RunFiles, memory: Watch | None = None) -> None:
+        super().__init__(files, memory)
+        self._calls = CallQueue()
+        self._node = ""
+        self._incarnations: dict[RemoteWorker, int] = {}  # of instances that wait for room
+        self._yielded_at = 0.0
+        self._ears = Ears(
+            started=self._started,
+            refused=self._refused,
+            said=self._receive,
+            ended=self._ended,
+            lost=self._lost,
+        )
+
+    def run(self) -> Ending:
+        with connected(self._config):
+            self._node = ray.get_runtime_context().get_node_id()
+            self._selector.register(self._calls, selectors.EVENT_READ, lambda _: self._calls.run())
+            try:
+                return super().run()
+            finally:
+                self._calls.close()
+
+    def _turn(self) -> None:
+        super()._turn()
+        self._make_room()
+
+    def _spawn(self, worker: Worker, setup: ms.Setup, log: str) -> RemoteWorker:
+        settings = self._config.runtime.ray
+        resources = {
+            Role.TRAINER: settings.trainer,
+            Role.ROLLOUT: settings.rollout,
+            Role.EVALUATOR: settings.evaluator,
+        }[worker.role]
+        interpreter = None if worker.role is Role.TRAINER else self._interpreter
+        own: dict[str, Any] = {}
+        if interpreter is not None:
+            own = {"python": str(interpreter.python), "python_variables": interpreter.variables}
+        shared = {key: value for key, value in os.environ.items() if key.startswith(_PASSED_ON)}
+        order = Order(
+            name=str(worker),
+            setup=ms.encode(setup),
+            site=self._site.encode(),
+            log=str(self._files.plan.out.resolve() / "logs" / f"{log}.log"),
+            variables=shared,
+            **own,
+        )
+        process = RemoteWorker(
+            order,
+            resources,
+            self._calls,
+            self._ears,
+            title=f"{worker}, incarnation {setup.incarnation}",
+            py_executable=settings.py_executable,
+        )
+        if worker.role is Role.ROLLOUT:
+            self._incarnations[process] = setup.incarnation
+        return process
+
+    def _started(self, process: RemoteWorker) -> None:
+        incarnation = self._incarnations.pop(process, None)
+        worker = self._worker(process)
+        if incarnation is not None and worker is not None:
+            self.supervisor.started(self.clock.now(), worker, incarnation)
+
+    def _refused(self, process: RemoteWorker, absent: str) -> None:
+        raise UserError(
+            f"{process.name} cannot run on node {process.node}, which has no `{absent}`. Put the "
+            "run directory, the model and the interpreter where all nodes have them."
+        )
+
+    def _ended(self, process: RemoteWorker, ended: Exit) -> None:
+        here = process.node == self._node  # else it was another machine's memory
+        deaths = self._memory.deaths
+        why = ended.described(process.name, *([self._memory.blame] if here else []))
+        if self._memory.deaths > deaths:
+            self._killed_short(why)
+        self._died(process, Death(why, own_error=ended.failed))
+
+    def _lost(self, process: RemoteWorker, why: str, own_error: bool) -> None:
+        self._started(process)  # one that never was has died as well
+        self._died(process, Death(why, own_error=own_error))
+
+    def _make_room(self) -> None:
+        """Its replacement waits behind the trainer."""
+        trainer, now = self._processes.get(TRAINER), time.monotonic()
+        if trainer is None or not trainer.waiting:
+            return
+        if now < max(trainer.since, self._yielded_at) + _YIELD_S:
+            return
+        for worker, process in reversed(self._processes.items()):
+            if worker not in (TRAINER, EVALUATOR) and not process.waiting:
+                self._yielded_at = now
+                process.kill()
+                return
+
+    def _send(self, process: RemoteWorker, message: ms.Message) -> None:
+        process.send(message)
+
+    def _end(self, processes: Iterable[RemoteWorker]) -> None:
+        processes = list(processes)
+        answers = [answer for process in processes for answer in process.ask_to_end()]
+        with suppress(RayError):
+            if answers:
+                ray.wait(answers, num_returns=len(answers), timeout=_END_S)
+        for process in processes:
+            process.close()

@@ -1,0 +1,224 @@
+"""The driver's side of an actor: one worker on some node, from its request for room to its death.
+
+    waiting   its placement group has no room yet, or its process starts
+    running   one `deliver` at a time carries what is queued, one `collect` what the worker says
+    over      its death was reported once, and nothing is heard of it any more
+
+Ray answers on threads of its own; what follows is queued, and done by whoever runs the queue. So
+nothing here waits, and nothing happens at any other time.
+"""
+
+import queue
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from dora_rl.framing import frame
+from dora_rl.runtime.control import messages as ms
+from dora_rl.runtime.launchers.local.channel import decoded, stream
+from dora_rl.runtime.launchers.local.processes import Exit
+from dora_rl.runtime.launchers.ray.actor import GROUPS, Order, Started, WorkerActor
+from dora_rl.runtime.launchers.ray.settings import CPU, GPU, Resources
+
+_COLLECT_S = 30.0  # of one call that hears nothing
+_DEAF_S = 5.0  # for an actor to end its process; then Ray ends the actor
+_LONGEST_WORDS = 300  # characters of what Ray says of a death
+
+
+class CallQueue:
+    """Calls from any thread, for the thread that runs them. `fileno` is readable if there are."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._reader.fileno()
+
+    def put(self, call: Callable[[], None]) -> None:
+        self._calls.put(call)
+        with suppress(OSError):  # enough is in it already; or it is closed
+            self._writer.send(b"\0")
+
+    def run(self) -> None:
+        """All that are there."""
+        with suppress(BlockingIOError):
+            while len(self._reader.recv(1 << 12)) == 1 << 12:
+                pass
+        with suppress(queue.Empty):
+            while True:
+                self._calls.get_nowait()()
+
+    def close(self) -> None:
+        self._reader.close()
+        self._writer.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Ears:
+    """Who is told of a remote worker."""
+
+    started: Callable[["RemoteWorker"], None]
+    refused: Callable[["RemoteWorker", str], None]
+    """Its node lacks this file, and the worker is over."""
+    said: Callable[["RemoteWorker", ms.Message], None]
+    ended: Callable[["RemoteWorker", Exit], None]
+    """The process, by itself or killed."""
+    lost: Callable[["RemoteWorker", str, bool], None]
+    """The actor, with its process: why, and whether by an error of its own."""
+
+
+class RemoteWorker:
+    """One incarnation of a worker. `node` is where it runs, once it does."""
+
+    def __init__(
+        self,
+        order: Order,
+        resources: Resources,
+        calls: CallQueue,
+        ears: Ears,
+        *,
+        title: str,
+        py_executable: str | None,
+    ) -> None:
+        self.name = order.name
+        self.waiting = True
+        self.since = time.monotonic()
+        self.node: str | None = None
+        self._calls = calls
+        self._ears = ears
+        self._over = False
+        self._killed_at: float | None = None
+        self._frames = stream()
+        self._unsent: list[bytes] = []
+        self._delivering = False
+        self._group, self._actor = _placed(resources, title, py_executable)
+        self._ask(self._actor.start.remote(msgspec.msgpack.encode(order)), self._answered)
+
+    def send(self, message: ms.Message) -> None:
+        self._unsent.append(frame(ms.encode(message)))
+        self._deliver()
+
+    def kill(self) -> None:
+        """Its actor ends the process; Ray ends an actor that does not answer."""
+        now = time.monotonic()
+        if self._over:
+            return
+        if self.waiting or (self._killed_at is not None and now > self._killed_at + _DEAF_S):
+            ray.kill(self._actor)
+        elif self._killed_at is None:
+            self._killed_at = now
+            self._actor.kill.remote()
+
+    def ask_to_end(self) -> list[Any]:
+        """Its answer, if there is one to wait for."""
+        return [] if self._over or self.waiting else [self._actor.end.remote()]
+
+    def close(self) -> None:
+        """Nothing of it is left, and nothing is heard of it any more."""
+        self._over = True
+        with suppress(RayError, ValueError, RuntimeError):
+            ray.kill(self._actor)
+        if self._group is not None:
+            with suppress(RayError, ValueError, RuntimeError):
+                remove_placement_group(self._group)
+
+    # Calls to the actor
+
+    def _ask(self, answer: Any, then: Callable[[Any], None]) -> None:
+        def arrived(future: Any) -> None:  # on a thread of Ray's
+            try:
+                call = partial(then, future.result())
+            except Exception as error:
+                call = partial(self._failed, error)
+            self._calls.put(partial(self._unless_over, call))
+
+        answer.future().add_done_callback(arrived)
+
+    def _unless_over(self, call: Callable[[], None]) -> None:
+        if not self._over:
+            call()
+
+    def _answered(self, encoded: bytes) -> None:
+        started = msgspec.msgpack.decode(encoded, type=Started)
+        self.node = started.node
+        if started.refusal is not None:
+            self.close()
+            self._ears.refused(self, started.refusal)
+            return
+        self.waiting = False
+        self._ears.started(self)
+        self._deliver()
+        self._collect()
+
+    def _deliver(self) -> None:
+        if self.waiting or self._over or self._delivering or not self._unsent:
+            return
+        self._delivering = True
+        framed, self._unsent = b"".join(self._unsent), []
+        self._ask(self._actor.deliver.remote(framed), self._delivered)
+
+    def _delivered(self, _: None) -> None:
+        self._delivering = False
+        self._deliver()
+
+    def _collect(self) -> None:
+        self._ask(self._actor.collect.remote(_COLLECT_S), self._collected)
+
+    def _collected(self, data: bytes | None) -> None:
+        if data is None:
+            self._ask(self._actor.exit.remote(), self._exited)
+            return
+        self._collect()
+        for message in decoded(self._frames, data):
+            self._ears.said(self, message)
+
+    def _exited(self, ended: Sequence[Any]) -> None:
+        self.close()
+        self._ears.ended(self, Exit(*ended))
+
+    def _failed(self, error: Exception) -> None:
+        """A call did not come back: the actor is gone, or cannot be reached, or was no use."""
+        self.close()
+        own_error = not isinstance(error, ray.exceptions.RayActorError)
+        self._ears.lost(self, f"{self.name} is lost: {_last_line(error)}", own_error)
+
+
+def _placed(resources: Resources, title: str, py_executable: str | None) -> tuple[Any, Any]:
+    """An actor that waits for its own placement group, which a need for nothing does not have.
+
+    It is never restarted by Ray: the supervisor replaces it, under a new incarnation.
+    """
+    bundle, group = resources.bundle, None
+    options: dict[str, Any] = {
+        "name": title,
+        "num_cpus": bundle.get(CPU, 0),
+        "num_gpus": bundle.get(GPU, 0),
+        "resources": resources.custom,
+        "max_restarts": 0,
+        "max_task_retries": 0,
+    }
+    if bundle:
+        group = placement_group([bundle], strategy="STRICT_PACK")
+        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, 0)
+    if py_executable is not None:
+        options["runtime_env"] = {"py_executable": py_executable}
+    actor = ray.remote(concurrency_groups=GROUPS)(WorkerActor)
+    return group, actor.options(**options).remote()
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[-1] if lines else type(error).__name__)[:_LONGEST_WORDS]
