@@ -33,7 +33,7 @@ endif
 
 .DEFAULT_GOAL := help
 .PHONY: help venv venv-vllm venv-trl quickstart test test-slow test-portable test-docs test-smollm2 \
-	test-vllm test-faults test-gpu lint format bench soak clean
+	test-vllm test-ray test-faults test-gpu lint format bench soak clean
 
 help: ## show the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-13s %s\n", $$1, $$2}'
@@ -80,7 +80,7 @@ test: $(STAMP) ## run the tests; the branch coverage of core must reach 95 %
 	$(BIN)/python -m pytest $(TWO) --ignore tests/core
 
 test-slow: $(STAMP) ## run the tests that take long and rarely break, those of test-faults too
-	$(BIN)/python -m pytest $(LONG) -m "(slow or faults) and not smollm2 and not gpu"
+	$(BIN)/python -m pytest $(LONG) -m "(slow or faults) and not smollm2 and not gpu and not ray"
 
 # As on a machine that has no fast path and is not Linux.
 test-portable: $(STAMP) ## run engine, trainer, rewards and runs with every fast path switched off
@@ -95,6 +95,10 @@ test-smollm2: $(STAMP) ## run the tests that need SmolLM2-135M, which is fetched
 test-vllm: $(STAMP) $(STAMP_VLLM) ## run the tests that need vLLM, in an environment of its own
 	PYTHONPATH=src OMP_NUM_THREADS=1 $(VENV_VLLM)/bin/python -m pytest $(TWO) -o filterwarnings=default -m vllm tests/engines/vllm
 	$(BIN)/python -m pytest $(TWO) -m vllm tests/runtime/test_vllm.py tests/runtime/test_vllm_faults.py tests/benchmarks/test_migration.py
+
+# One process: clusters of several nodes share the machine with the runs on them.
+test-ray: $(STAMP) ## run the tests of runs on Ray, with clusters of several nodes on this machine
+	$(BIN)/python -m pytest -m ray tests/runtime
 
 # A machine without a GPU tests nothing here, which must not look like success.
 test-gpu: $(STAMP) ## run the tests that need a GPU; without one, say so and fail
@@ -118,7 +122,7 @@ bench: $(STAMP) ## measure the orchestrator, the embedded engine and the paradig
 	$(BIN)/dora-rl bench versions --model tiny
 
 test-faults: $(STAMP) ## kill runs at every point where a file changes, fail every write, and more
-	$(BIN)/python -m pytest $(LONG) -m faults
+	$(BIN)/python -m pytest $(LONG) -m "faults and not ray"
 
 test-docs: $(STAMP) ## run every command and every Python block of the documentation
 	$(BIN)/python -m tests.docs.run --jobs 2

@@ -1,5 +1,6 @@
 """A model that all tests of runs share."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from tests.models.random_models import make_model, make_tokenizer
 
 VOCABULARY = 300
+NODE = {"object_store_memory": 80 << 20, "include_dashboard": False}  # of every Ray node
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +20,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model(directory, "llama", seed=1, vocab_size=VOCABULARY, eos_token_id=0, bos_token_id=0)
     make_tokenizer(VOCABULARY).save(str(directory / "tokenizer.json"))
     return directory
+
+
+@pytest.fixture(scope="session")
+def ray_address() -> Iterator[str]:
+    """Of a Ray cluster with one node, whose CPUs are numbers alone."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 8, **NODE})
+    yield cluster.address
+    cluster.shutdown()

@@ -52,14 +52,32 @@ LOCAL: dict[str, dict[str, Any]] = {
     "runtime": {"kind": "local", "instances": 2, "report_period_s": 0.1},
     "rollout": {"slots": 4, "max_tokens": 40, "stop": ["a"]},
 }
+ENDING_S = 10.0  # after a run, for actors on a cluster to end
 ALONE = {**LOCAL, "runtime": {**LOCAL["runtime"], "instances": 1}}
 
 
 @pytest.fixture(autouse=True)
-def nobody_is_left_behind() -> Iterator[None]:
+def nobody_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.node.get_closest_marker("ray"):
+        request.getfixturevalue("ray_address")  # the cluster stays
     before = {child.pid for child in children()}
     yield
-    assert {child.pid for child in children()} <= before
+    deadline = time.monotonic() + ENDING_S
+    while not {child.pid for child in children()} <= before:
+        assert time.monotonic() < deadline, children()
+        time.sleep(0.1)
+
+
+@pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.ray)])
+def kind(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What `[runtime]` has for each launcher."""
+    if request.param == "local":
+        return {"kind": "local"}
+    return {"kind": "ray", "ray": {"address": request.getfixturevalue("ray_address")}}
+
+
+def by(sections: dict[str, dict[str, Any]], kind: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {**sections, "runtime": {**sections["runtime"], **kind}}
 
 
 def parts(name: str) -> list[psutil.Process]:
@@ -121,8 +139,8 @@ class Plague(Listener):
         self.killer.join()
 
 
-def test_a_run_in_processes(model: Path, tmp_path: Path) -> None:
-    ended = run(model, tmp_path / "run", **LOCAL)
+def test_a_run_in_processes(kind: dict[str, Any], model: Path, tmp_path: Path) -> None:
+    ended = run(model, tmp_path / "run", **by(LOCAL, kind))
     assert_sound(ended)
     assert len(ended.steps) == 4
     files = {path.name for path in ended.directory.iterdir()}
@@ -154,9 +172,11 @@ def test_a_checkpoint_is_asked_for_once(
 
 
 @pytest.mark.slow
-def test_a_rollout_process_that_is_killed_is_replaced(model: Path, tmp_path: Path) -> None:
+def test_a_rollout_process_that_is_killed_is_replaced(
+    kind: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
     """One instance alone, so that the run cannot end without its successor."""
-    ended = run(model, tmp_path / "run", Killer("rollout-0"), **ALONE)
+    ended = run(model, tmp_path / "run", Killer("rollout-0"), **by(ALONE, kind))
     assert_sound(ended)
     assert len(ended.steps) == 4
     events = [record.event for record in records(ended.directory)]
@@ -252,10 +272,10 @@ def something_is_saved(event: Event) -> bool:
 
 @pytest.mark.faults
 def test_a_rollout_process_that_hangs_is_replaced_and_its_work_goes_on(
-    model: Path, tmp_path: Path
+    kind: dict[str, Any], model: Path, tmp_path: Path
 ) -> None:
     sections = {
-        **ALONE,
+        **by(ALONE, kind),
         "rollout": {"slots": 8, "max_tokens": 200, "stop": None},
         "orchestration": {"groups_per_step": 2, "group_size": 2, "heartbeat_timeout_s": 15.0},
         "run": {"steps": 2, "save_every_s": 0.02},
@@ -275,11 +295,17 @@ def test_a_rollout_process_that_hangs_is_replaced_and_its_work_goes_on(
 
 @contextmanager
 def driver(
-    model: Path, out: Path, steps: int, *, again: bool = False, **more: int
+    model: Path,
+    out: Path,
+    steps: int,
+    *,
+    again: bool = False,
+    kind: dict[str, Any] | None = None,
+    **more: int,
 ) -> Iterator[subprocess.Popen[str]]:
     """With `again`, the run is resumed. However slow we are, it does not end by itself."""
     run = {"steps": steps, "out": str(out), "checkpoint_every": 5, **more}
-    sections = "resume" if again else json.dumps({**ALONE, "run": run})
+    sections = "resume" if again else json.dumps({**by(ALONE, kind or {}), "run": run})
     process = subprocess.Popen(
         [*HARNESS, str(model), str(out), sections, str(steps - 2)],
         cwd=ROOT,
@@ -307,22 +333,31 @@ def has_trained(out: Path) -> bool:
     return any(path.name != "version-00000000" for path in (out / "weights").glob("version-*"))
 
 
+def interrupt(process: subprocess.Popen[str], out: Path) -> None:
+    """Once it has trained; it saves and says so."""
+    wait_for(lambda: has_trained(out), process)
+    process.send_signal(signal.SIGINT)
+    said, complaints = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, complaints
+    assert json.loads(said) == {"ok": False, "interrupted": True}
+
+
+def goes_on(out: Path, steps: int) -> None:
+    """A run that was stopped or killed is resumed, and what it had trained stays."""
+    before = trained(out)
+    assert 0 < len(before) < steps * 4
+    assert_sound(execute(plan_resume(out, prompts=PROMPTS)))
+    after = trained(out)
+    assert after[: len(before)] == before
+    assert [step for step, _, _ in after] == [step for step in range(steps) for _ in range(4)]
+
+
 @pytest.mark.slow
 def test_an_interrupted_run_goes_on(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     with driver(model, out, steps=8) as process:
-        wait_for(lambda: has_trained(out), process)
-        process.send_signal(signal.SIGINT)
-        said, complaints = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0, complaints
-    assert json.loads(said) == {"ok": False, "interrupted": True}
-    before = trained(out)
-    assert 0 < len(before) < 8 * 4
-    ended = execute(plan_resume(out, prompts=PROMPTS))
-    assert_sound(ended)
-    after = trained(out)
-    assert after[: len(before)] == before
-    assert [step for step, _, _ in after] == [step for step in range(8) for _ in range(4)]
+        interrupt(process, out)
+    goes_on(out, steps=8)
     with pytest.raises(UserError, match="nothing to resume"):
         plan_resume(out, prompts=PROMPTS)
 

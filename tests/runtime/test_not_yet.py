@@ -32,7 +32,7 @@ def refused(*args: str) -> str:
         (["--set", "train.qlora=true"], "LoRA is set by model.lora"),
         (["--set", "model.peft.r=8"], "LoRA is set by model.lora"),
         (["--set", "run.wandb=true"], "metrics.jsonl"),
-        (["--set", "runtime.kind=ray"], "a run has one machine"),
+        (["--set", "runtime.kind=slurm"], "runtime.kind=ray"),
         (["--wandb"], "metrics.jsonl"),
         (["--gpu", "0"], "A GPU is set by train.device"),
     ],

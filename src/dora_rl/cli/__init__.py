@@ -18,6 +18,7 @@ from dora_rl.core.protocol.errors import UserError
 
 COMMANDS = {
     "train": "Train a language model with reinforcement learning.",
+    "scale": "Ask a running run for another number of rollout instances.",
     "check": "Try a configuration without training: model, memory, first prompt, reward.",
     "export": "Write the policy of a run, a LoRA adapter merged into its base if asked.",
     "simulate": "Run the paradigms side by side in virtual time.",

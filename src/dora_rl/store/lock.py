@@ -10,6 +10,18 @@ from dora_rl.store.errors import LedgerError
 _WIDTH = 20  # of a process id in the file
 
 
+def is_held(path: Path) -> bool:
+    """Whether some process has the lock at this moment."""
+    try:
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
 class RunLock:
     """Held from its making until `release`, or until the process ends, however it does.
 

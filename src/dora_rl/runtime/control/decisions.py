@@ -91,6 +91,15 @@ class Restart:
 
 
 @dataclass(frozen=True, slots=True)
+class Retire:
+    """The worker is gone and is not wanted any more: tell what may still count on it."""
+
+    worker: Worker
+    incarnation: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Abandon:
     """The worker is lost, and nobody waits for it; it is started when it is needed again."""
 
@@ -126,4 +135,6 @@ class FailRun:
     message: str
 
 
-Decision: TypeAlias = Kill | Restart | Abandon | RejectBatch | AnnounceStop | StopRun | FailRun
+Decision: TypeAlias = (
+    Kill | Restart | Retire | Abandon | RejectBatch | AnnounceStop | StopRun | FailRun
+)

@@ -34,6 +34,7 @@ from dora_rl.runtime.control.decisions import (
     Limits,
     RejectBatch,
     Restart,
+    Retire,
     Role,
     RunFacts,
     StopRun,
@@ -103,6 +104,7 @@ class Supervisor:
         self._limits = limits
         self._starts: dict[Worker, _Starts] = {}
         self._rollouts: dict[Worker, _Rollout] = {}
+        self._instances: int | None = None  # that are wanted, if that is known
         self._trainer: _Trainer | None = None
         self._evaluator_runs = False
         self._trainer_deaths = 0  # since a step was taken
@@ -175,6 +177,10 @@ class Supervisor:
             trainer.asked.discard(question)  # it may be a duplicate
         return ()
 
+    def resized(self, instances: int) -> None:
+        """So many rollout instances are wanted: those of higher numbers have no successors."""
+        self._instances = instances
+
     # Workers that are not
 
     def install_failed(self, reason: str) -> None:
@@ -205,8 +211,11 @@ class Supervisor:
                 self._evaluator_runs = False
                 return [Abandon(worker, death.why)]
 
-    def _rollout_died(self, now: float, worker: Worker, death: Death) -> Restart | FailRun:
-        record = self._rollouts[worker]
+    def _rollout_died(self, now: float, worker: Worker, death: Death) -> Restart | Retire | FailRun:
+        record = self._rollouts.pop(worker)
+        assert worker.instance is not None
+        if self._instances is not None and worker.instance >= self._instances:
+            return Retire(worker, record.incarnation, death.why)
         if record.expelled:
             reason = f"{worker} was given up: {record.expelled.rstrip('.')}"
             death = Death(reason, death.own_error)

@@ -20,6 +20,7 @@ from dora_rl.runtime.control.decisions import (
     Limits,
     RejectBatch,
     Restart,
+    Retire,
     Role,
     RunFacts,
     StopRun,
@@ -125,6 +126,10 @@ class Runtime(WorkerLink):
         """End it at once; its death is reported when it is noticed. One that is gone stays so."""
         raise NotImplementedError
 
+    def forget_worker(self, worker: Worker) -> None:
+        """It is gone and stays so."""
+        raise NotImplementedError
+
     def expel(self, instance: InstanceId, incarnation: int, reason: str) -> None:
         self._obey(self.supervisor.expelled(instance, incarnation, reason))
 
@@ -170,6 +175,8 @@ class Runtime(WorkerLink):
                     self.kill_worker(decision.worker)
                 case Restart():
                     self._restart(decision)
+                case Retire():
+                    self._retire(decision)
                 case Abandon():
                     assert self._evaluator is not None
                     self._tell_replaced(decision.why)
@@ -204,6 +211,15 @@ class Runtime(WorkerLink):
             self._ask_for_first_version()
             self.driver.ask_trainer_again()
         self._checkpointer.trainer_lost()
+
+    def _retire(self, decision: Retire) -> None:
+        """A worker is gone that has no successor; the core may have dismissed it, or not."""
+        instance, incarnation = decision.worker.instance, decision.incarnation
+        assert instance is not None
+        if self._files.orchestrator.state.fleet.known(instance, incarnation) is not None:
+            self.driver.lost(instance, incarnation, decision.why)
+        self._checkpointer.lost(instance)
+        self.forget_worker(decision.worker)
 
     def _tell_replaced(self, why: str) -> None:
         for listener in self.driver.listeners:

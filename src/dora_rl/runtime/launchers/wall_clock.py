@@ -6,6 +6,7 @@ workers by the supervisor. A worker that dies or hangs is replaced: a rollout wo
 the prefixes that it saved, a trainer from the last checkpoint with the steps since.
 """
 
+import logging
 import os
 import selectors
 import time
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 from dora_rl.core.protocol.errors import UserError
+from dora_rl.core.protocol.events import InstanceLeaving
 from dora_rl.core.protocol.types import InstanceId
 from dora_rl.engines.registry import own_interpreter
 from dora_rl.runtime.control import messages as ms
@@ -24,7 +26,9 @@ from dora_rl.runtime.control.task_workers import TaskWorkers
 from dora_rl.runtime.launchers.base import Runtime
 from dora_rl.runtime.launchers.local.site import Site
 from dora_rl.runtime.records.run_files import Ending, RunFiles
+from dora_rl.store.scale_request import take_request
 
+_log = logging.getLogger(__name__)
 _LONGEST_WAIT_S = 0.5  # so that an interrupt is noticed soon
 
 
@@ -103,6 +107,8 @@ class WallClockRuntime(Runtime, Generic[H]):
         )
         self._selector = selectors.DefaultSelector()
         self._processes: dict[Worker, H] = {}
+        self._incarnations: dict[Worker, int] = {}  # the last that was started
+        self._asked_at = 0.0  # when requests were last looked for
         self._evaluators = 0  # that were started: the incarnation of the next one
         self._receive = around_receive(self._take)
 
@@ -140,10 +146,9 @@ class WallClockRuntime(Runtime, Generic[H]):
                 if self.supervisor.stop_asked:
                     return self._checkpointer.stopped_before(self.supervisor.because)
                 self._turn()
-            incarnations = self._begin()
+            self._begin()
             self._begun = True
-            for name in range(self._config.runtime.instances):
-                self.start_worker(rollout(name), incarnations.get(name, 0))
+            self.scale(self._config.runtime.instances)
             while not self._done:
                 self._turn()
             return self._checkpointer.ending()
@@ -167,6 +172,7 @@ class WallClockRuntime(Runtime, Generic[H]):
         if short is not None:
             self._obey(self.supervisor.memory_short(short))
         self._obey(self.supervisor.check(self.clock.now(), self._facts))
+        self._take_requests()
         # Last: what workers said during a long commit is heard before their silence is judged.
         self._files.committer.commit_if_due()
 
@@ -176,6 +182,44 @@ class WallClockRuntime(Runtime, Generic[H]):
         others += [pool.due_in_s() for pool in self._task_workers.pools]
         waits += [wait for wait in others if wait is not None]
         return max(0.0, min(waits))
+
+    # The number of instances
+
+    def scale(self, instances: int) -> None:
+        """Have so many rollout instances: new ones join, those of the highest numbers leave.
+
+        One that leaves hands its trajectories over, or finishes them, before it ends.
+        """
+        self.supervisor.resized(instances)
+        fleet = self._files.orchestrator.state.fleet
+        for worker in map(rollout, range(instances)):
+            if worker not in self._processes:
+                assert worker.instance is not None
+                last = max(fleet.ended.get(worker.instance, -1), self._incarnations.get(worker, -1))
+                self.start_worker(worker, last + 1)
+        for worker in [w for w in self._processes if w.role is Role.ROLLOUT]:
+            assert worker.instance is not None
+            if worker.instance < instances:
+                continue
+            joined = fleet.instances.get(worker.instance)
+            if joined is None:
+                self.kill_worker(worker)
+            elif not joined.leaving:
+                self.driver.post(InstanceLeaving(joined.id, joined.incarnation))
+
+    def _take_requests(self) -> None:
+        """`dora-rl scale` leaves them in the run directory."""
+        now = self.clock.now()
+        if not self._begun or now < self._asked_at + _LONGEST_WAIT_S:
+            return
+        self._asked_at = now
+        instances = take_request(self._files.plan.out)
+        if instances is not None and self.driver.halted is None and not self._checkpointer.stopping:
+            _log.info("rollout instances are to be %d", instances)
+            self.scale(instances)
+
+    def forget_worker(self, worker: Worker) -> None:
+        del self._processes[worker]
 
     # Workers
 
@@ -215,6 +259,7 @@ class WallClockRuntime(Runtime, Generic[H]):
 
     def _start(self, worker: Worker, setup: ms.Setup, log: str) -> None:
         process = self._processes[worker] = self._spawn(worker, setup, log)
+        self._incarnations[worker] = setup.incarnation
         if worker.role is not Role.ROLLOUT or not process.waiting:
             self.supervisor.started(self.clock.now(), worker, setup.incarnation)
 

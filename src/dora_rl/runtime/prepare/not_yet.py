@@ -6,14 +6,14 @@ _GPU = "A GPU is set by train.device and, with rollout.engine=vllm, by rollout.d
 _ENGINES = "Other engines are not supported yet: rollout.engine is `embedded` or `vllm`."
 _LORA = "LoRA is set by model.lora, such as model.lora.rank = 16; nothing is quantised."
 _LOGGERS = "Loggers are not supported yet: metrics.jsonl of the run has every step."
-_CLUSTER = "Clusters are not supported yet: a run has one machine."
+_CLUSTER = "Other clusters than Ray's are not supported yet: a run on Ray has runtime.kind=ray."
 
 NOT_YET = {
     **dict.fromkeys(("gpu", "gpus", "cuda", "rocm", "mps", "devices"), _GPU),
     **dict.fromkeys(("sglang", "tgi"), _ENGINES),
     **dict.fromkeys(("qlora", "peft", "adapter"), _LORA),
     **dict.fromkeys(("wandb", "tensorboard", "mlflow", "logger", "loggers"), _LOGGERS),
-    **dict.fromkeys(("ray", "slurm", "kubernetes", "nodes", "deepspeed"), _CLUSTER),
+    **dict.fromkeys(("slurm", "kubernetes", "nodes", "deepspeed"), _CLUSTER),
 }
 
 

@@ -37,7 +37,6 @@ class RayRuntime(WallClockRuntime[RemoteWorker]):
         super().__init__(files, memory)
         self._calls = CallQueue()
         self._node = ""
-        self._incarnations: dict[RemoteWorker, int] = {}  # of instances that wait for room
         self._yielded_at = 0.0
         self._ears = Ears(
             started=self._started,
@@ -48,13 +47,14 @@ class RayRuntime(WallClockRuntime[RemoteWorker]):
         )
 
     def run(self) -> Ending:
-        with connected(self._config):
-            self._node = ray.get_runtime_context().get_node_id()
-            self._selector.register(self._calls, selectors.EVENT_READ, lambda _: self._calls.run())
-            try:
+        self._selector.register(self._calls, selectors.EVENT_READ, self._calls.run)
+        try:
+            with connected(self._config):
+                self._node = ray.get_runtime_context().get_node_id()
                 return super().run()
-            finally:
-                self._calls.close()
+        finally:
+            self._calls.close()
+            self._selector.close()
 
     def _turn(self) -> None:
         super()._turn()
@@ -80,7 +80,7 @@ class RayRuntime(WallClockRuntime[RemoteWorker]):
             variables=shared,
             **own,
         )
-        process = RemoteWorker(
+        return RemoteWorker(
             order,
             resources,
             self._calls,
@@ -88,15 +88,12 @@ class RayRuntime(WallClockRuntime[RemoteWorker]):
             title=f"{worker}, incarnation {setup.incarnation}",
             py_executable=settings.py_executable,
         )
-        if worker.role is Role.ROLLOUT:
-            self._incarnations[process] = setup.incarnation
-        return process
 
     def _started(self, process: RemoteWorker) -> None:
-        incarnation = self._incarnations.pop(process, None)
+        """An instance had no room until now; of the others, the wait counts as their start."""
         worker = self._worker(process)
-        if incarnation is not None and worker is not None:
-            self.supervisor.started(self.clock.now(), worker, incarnation)
+        if worker is not None and worker.role is Role.ROLLOUT:
+            self.supervisor.started(self.clock.now(), worker, self._incarnations[worker])
 
     def _refused(self, process: RemoteWorker, absent: str) -> None:
         raise UserError(
@@ -113,7 +110,8 @@ class RayRuntime(WallClockRuntime[RemoteWorker]):
         self._died(process, Death(why, own_error=ended.failed))
 
     def _lost(self, process: RemoteWorker, why: str, own_error: bool) -> None:
-        self._started(process)  # one that never was has died as well
+        if process.waiting:
+            self._started(process)  # one that never was has died as well
         self._died(process, Death(why, own_error=own_error))
 
     def _make_room(self) -> None:
@@ -123,9 +121,11 @@ class RayRuntime(WallClockRuntime[RemoteWorker]):
             return
         if now < max(trainer.since, self._yielded_at) + _YIELD_S:
             return
+        self._yielded_at = now
+        if not trainer.lacks_room():
+            return
         for worker, process in reversed(self._processes.items()):
             if worker not in (TRAINER, EVALUATOR) and not process.waiting:
-                self._yielded_at = now
                 process.kill()
                 return
 

@@ -20,7 +20,11 @@ from typing import Any
 import msgspec
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import (
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dora_rl.framing import frame
@@ -52,8 +56,8 @@ class CallQueue:
         with suppress(OSError):  # enough is in it already; or it is closed
             self._writer.send(b"\0")
 
-    def run(self) -> None:
-        """All that are there."""
+    def run(self, _: int = 0) -> None:
+        """All that are there; a selector says for which events."""
         with suppress(BlockingIOError):
             while len(self._reader.recv(1 << 12)) == 1 << 12:
                 pass
@@ -106,6 +110,12 @@ class RemoteWorker:
         self._delivering = False
         self._group, self._actor = _placed(resources, title, py_executable)
         self._ask(self._actor.start.remote(msgspec.msgpack.encode(order)), self._answered)
+
+    def lacks_room(self) -> bool:
+        """Whether no node has room for it; asks the cluster."""
+        if not self.waiting or self._group is None:
+            return False
+        return bool(placement_group_table(self._group)["state"] == "PENDING")
 
     def send(self, message: ms.Message) -> None:
         self._unsent.append(frame(ms.encode(message)))
