@@ -16,6 +16,7 @@ from dora_rl.core.protocol.settings import Settings
 from dora_rl.engines.vllm.settings import VllmSettings
 from dora_rl.runtime.config import LogicalTime, RunConfig
 from dora_rl.runtime.control.evaluator import EvalRecord
+from dora_rl.runtime.launchers.ray.settings import RaySettings, Resources
 from dora_rl.runtime.records.step_metrics import StepRecord
 from dora_rl.tasks.rewards import BUILT_IN, CONTEXT
 from dora_rl.trainer.settings import LoraSettings
@@ -68,7 +69,7 @@ def expected() -> dict[str, dict[str, str]]:
         tables[name] = {
             key: shown(entry.get_default(call_default_factory=True))
             for key, entry in model.model_fields.items()
-            if key not in ("inline", "vllm")
+            if key not in ("inline", "ray", "vllm")
         }
     for name, model in {
         "model.lora": LoraSettings,
@@ -76,6 +77,11 @@ def expected() -> dict[str, dict[str, str]]:
         "rollout.vllm": VllmSettings,
     }.items():
         tables[name] = {key: shown(entry.default) for key, entry in model.model_fields.items()}
+    tables["runtime.ray"] = {
+        key: shown(entry.default)
+        for key, entry in RaySettings.model_fields.items()
+        if entry.annotation is not Resources
+    }
     return tables
 
 

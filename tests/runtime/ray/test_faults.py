@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -97,7 +96,7 @@ class NodeLoss(Listener):
         self.cluster = cluster
         self.joined: set[tuple[int, int]] = set()
         self.lost = 0
-        self.adding = threading.Thread(target=add_node, args=(cluster,))
+        self.added = False
 
     def observed(self, now: float, event: Event, commands: Sequence[Command]) -> None:
         if isinstance(event, InstanceJoined):
@@ -108,8 +107,9 @@ class NodeLoss(Listener):
         if len(self.joined) == 2 and len(self.cluster.worker_nodes) == 2 and not self.lost:
             node = sorted(self.cluster.worker_nodes, key=str)[0]
             self.cluster.remove_node(node, allow_graceful=False)
-        elif self.lost and self.adding.ident is None:
-            self.adding.start()
+        elif self.lost and not self.added:
+            self.added = True
+            add_node(self.cluster)
         elif len(self.joined) > 2:
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -121,7 +121,6 @@ def test_a_node_takes_its_instance_along_and_another_one_gets_it(
     needs = {"trainer": {"custom": {"trains": 1}}, "rollout": {"custom": {"rolls": 1}}}
     sections = by(LOCAL, {"kind": "ray", "ray": {"address": nodes.address, **needs}})
     ended = run(model, tmp_path / "run", loss, **{**sections, "run": {"steps": 10_000}})
-    loss.adding.join()
     assert ended.ending.interrupted and ended.audit.ok, ended
     assert ended.audit.lost == ended.audit.failed == 0
     found = [record.event for record in records(ended.directory)]

@@ -1,4 +1,4 @@
-"""What a run on Ray is refused for: one line with the value and the fix, before anything is written."""
+"""What a run on Ray is refused for: in one line, before anything is written."""
 
 from pathlib import Path
 from typing import Any
