@@ -18,7 +18,7 @@ from dora_rl.extras import require
 from dora_rl.machine.trials import in_child
 from dora_rl.models.config import read_config as read_model
 from dora_rl.runtime.config import RunConfig
-from dora_rl.runtime.launchers.ray.installation import check_installed
+from dora_rl.runtime.launchers.ray.installation import check_installed, on_cluster
 from dora_rl.runtime.prepare import config_file
 from dora_rl.runtime.prepare.devices import check_device
 from dora_rl.runtime.prepare.given import check_given, names_of
@@ -32,6 +32,7 @@ from dora_rl.tasks.task import Task
 from dora_rl.trainer.settings import CPU, Dtype
 
 USER = "dora-rl train"
+_ANY_GPUS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,8 @@ def prepare(
     out = out or Path(config.run.out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
     _check_text("model.path", model)
     _check_text("run.out", out)
-    check_device(config.train)
+    # The GPUs of a cluster are not this machine's: the trainer tells what its node lacks.
+    check_device(config.train, (lambda: _ANY_GPUS) if on_cluster(config.runtime) else None)
     check_interpreter(config.rollout.engine, config.rollout.engine_options, config.rollout.device)
     config = _with_dtype(config)
     task = Task.open(

@@ -10,7 +10,7 @@ from dora_rl.core.protocol.errors import UserError
 from dora_rl.engines.fit import check_dtypes, check_shapes
 from dora_rl.models.config import ModelConfig, read_config
 from dora_rl.runtime.control.memory import Watch
-from dora_rl.runtime.launchers.ray.installation import address_of, prepare_import
+from dora_rl.runtime.launchers.ray.installation import address_of, on_cluster, prepare_import
 from dora_rl.runtime.prepare import memory_estimate
 from dora_rl.runtime.prepare.memory_estimate import Footprint
 from dora_rl.runtime.prepare.plan import Plan
@@ -37,7 +37,7 @@ def preflight(plan: Plan) -> Preflight:
         check_free(plan.out)
     check_memory(plan)
     model = read_config(plan.model)
-    needed = memory_estimate.check(plan.config, model)
+    needed = _check_footprint(plan, model)
     _check_weights(plan, model)
     _check_cluster(plan)
     # What is resumed has been scored: a reward that is away for a while fails a trajectory, not it.
@@ -47,9 +47,16 @@ def preflight(plan: Plan) -> Preflight:
 
 def check_memory(plan: Plan) -> None:
     """Refuse a run that would be stopped at once, for memory is short already."""
-    if plan.config.runtime.kind == "local":
+    if plan.config.runtime.kind != "inline":
         watch = Watch(plan.config.runtime.min_free_memory_mb)
         watch.check(plan.out / CONFIG if plan.resumed else None)
+
+
+def _check_footprint(plan: Plan, model: ModelConfig) -> Footprint:
+    """The run fits into this machine, unless its workers are on others."""
+    if on_cluster(plan.config.runtime):
+        return memory_estimate.footprint(plan.config, model)
+    return memory_estimate.check(plan.config, model)
 
 
 def _check_cluster(plan: Plan) -> None:

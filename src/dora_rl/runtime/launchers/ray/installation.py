@@ -7,9 +7,13 @@ import os
 import secrets
 import sys
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
 from dora_rl.core.protocol.errors import UserError
 from dora_rl.extras import install, require
+
+if TYPE_CHECKING:
+    from dora_rl.runtime.config import RuntimeSettings
 
 USER = "runtime.kind=ray"
 _LEAST, _BELOW = (2, 60), (3, 0)  # as pyproject.toml has it
@@ -35,6 +39,11 @@ def check_installed() -> None:
 def address_of(setting: str | None) -> str | None:
     """Of the cluster to connect to; None if the run starts its own."""
     return setting or os.environ.get(ADDRESS) or None
+
+
+def on_cluster(runtime: "RuntimeSettings") -> bool:
+    """Whether workers are on a cluster that runs, and so on other machines than this one."""
+    return runtime.kind == "ray" and address_of(runtime.ray.address) is not None
 
 
 def prepare_import(address: str | None) -> None:
