@@ -100,7 +100,7 @@ class WorkerActor:
         process = self._started
         ended = process.exit()
         process.kill()
-        return tuple(ended)
+        return ended.code, ended.killed, ended.words
 
     @ray.method(concurrency_group="control")
     def kill(self) -> None:

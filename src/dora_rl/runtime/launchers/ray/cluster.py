@@ -25,7 +25,7 @@ from dora_rl.runtime.launchers.ray.settings import CPU, RaySettings
 _LOOPBACK = "127.0.0.1"
 _ANSWER_S = 5.0  # for the address to answer at all: Ray itself tries for a minute
 _STORE_BYTES = 100 << 20  # of our own cluster's object store: only messages go through it
-_QUIET = {"log_to_driver": False, "logging_level": logging.CRITICAL}
+_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL}
 
 
 @contextmanager
@@ -103,6 +103,10 @@ def _start(config: RunConfig) -> None:
             object_store_memory=_STORE_BYTES,
             include_dashboard=False,
             _node_ip_address=_LOOPBACK,
+            # A machine that is busy takes long to start a process; the supervisor is the judge.
+            _system_config={
+                "worker_register_timeout_seconds": math.ceil(config.runtime.start_timeout_s)
+            },
             **_QUIET,
         )
     node = ray.util.get_node_ip_address()

@@ -225,8 +225,8 @@ def _placed(resources: Resources, title: str, py_executable: str | None) -> tupl
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, 0)
     if py_executable is not None:
         options["runtime_env"] = {"py_executable": py_executable}
-    actor = ray.remote(concurrency_groups=GROUPS)(WorkerActor)
-    return group, actor.options(**options).remote()
+    remote: Any = ray.remote  # its types know no concurrency groups
+    return group, remote(concurrency_groups=GROUPS)(WorkerActor).options(**options).remote()
 
 
 def _last_line(error: Exception) -> str:
