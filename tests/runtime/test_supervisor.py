@@ -24,6 +24,7 @@ from dora_rl.runtime.control.decisions import (
     Limits,
     RejectBatch,
     Restart,
+    Retire,
     RunFacts,
     StopRun,
     Worker,
@@ -77,6 +78,18 @@ def test_a_worker_that_dies_is_started_again_under_a_higher_incarnation() -> Non
     sup = supervisor()
     sup.started(0.0, ZERO, 7)
     assert sup.died(1.0, ZERO, KILLED, RUN) == [Restart(ZERO, 8, KILLED.why)]
+
+
+def test_an_instance_that_is_not_wanted_any_more_has_no_successor() -> None:
+    sup, one = supervisor(), rollout(1)
+    for worker in (ZERO, one):
+        sup.started(0.0, worker, 2)
+    sup.resized(1)
+    assert sup.died(1.0, one, KILLED, RUN) == [Retire(one, 2, KILLED.why)]
+    assert sup.died(1.0, ZERO, KILLED, RUN) == [Restart(ZERO, 3, KILLED.why)]
+    sup.resized(2)
+    sup.started(2.0, one, 3)
+    assert sup.died(3.0, one, KILLED, RUN) == [Restart(one, 4, KILLED.why)]
 
 
 @pytest.mark.parametrize("worker", [TRAINER, ZERO])

@@ -9,7 +9,6 @@ the prefixes that it saved, a trainer from the last checkpoint with the steps si
 import logging
 import os
 import selectors
-import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
@@ -25,40 +24,12 @@ from dora_rl.runtime.control.memory import Watch
 from dora_rl.runtime.control.task_workers import TaskWorkers
 from dora_rl.runtime.launchers.base import Runtime
 from dora_rl.runtime.launchers.local.site import Site
+from dora_rl.runtime.launchers.wall_time import WallTime
 from dora_rl.runtime.records.run_files import Ending, RunFiles
 from dora_rl.store.scale_request import take_request
 
 _log = logging.getLogger(__name__)
 _LONGEST_WAIT_S = 0.5  # so that an interrupt is noticed soon
-
-
-class WallTime:
-    """The run's clock and timer, by the machine's monotonic clock."""
-
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-        self._at: float | None = None
-
-    def begin(self, now: float) -> None:
-        """It is now so many seconds since the run began."""
-        self._began = time.monotonic() - now
-
-    def now(self) -> float:
-        return time.monotonic() - self._began
-
-    def set(self, at: float) -> None:
-        self._at = at
-
-    def rings(self) -> bool:
-        """Whether the time that was set has come; said once."""
-        if self._at is None or self.now() < self._at:
-            return False
-        self._at = None
-        return True
-
-    def wait_s(self) -> float | None:
-        """How long until it rings, if a time is set."""
-        return None if self._at is None else self._at - self.now()
 
 
 class Handle(Protocol):
