@@ -16,6 +16,7 @@ from dora_rl.runtime.workers.rollout import RolloutInstance
 from dora_rl.samples import Trajectory, pack_tokens, unpack
 from dora_rl.transports.kv.shared_directory import KvDirectory
 from dora_rl.transports.samples.memory import SampleMemory
+from dora_rl.transports.weights import Traffic
 
 TOKENS = 12
 SEED = 17  # trajectories 1 to 5 have 7 tokens and more, of different lengths
@@ -39,6 +40,26 @@ def store(root: Path, versions: Sequence[Version]) -> Path:
 
 
 @dataclass
+class Versions:
+    """A receiver of nothing: an engine without weights is given a name."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.traffic = Traffic()
+        self.released: list[Version] = []
+
+    def receive(self, version: Version) -> Path:
+        self.traffic.sent_bytes += 10
+        self.traffic.whole_bytes += 100
+        return self.root / str(version)
+
+    def release(self, version: Version) -> None:
+        self.released.append(version)
+
+    def close(self) -> None:
+        pass
+
+
 class Time:
     now: float = 0.0
 
@@ -70,7 +91,7 @@ class Part:
             name,
             0,
             self.engine,
-            lambda version: root / str(version),
+            Versions(root),
             RECORDS,
             RECORDS,
             KvDirectory(exchange),

@@ -11,10 +11,10 @@ import pytest
 from dora_rl.config import validate
 from dora_rl.core.protocol.errors import UserError
 from dora_rl.runtime.prepare.devices import check_device
-from dora_rl.trainer import rendezvous
 from dora_rl.trainer.errors import TrainerError
 from dora_rl.trainer.rendezvous import LOOPBACK, TOKEN, Address, Listener, connect, gone, token_for
 from dora_rl.trainer.settings import TrainSettings
+from dora_rl.transports import handshake
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_stranger_does_not_keep_the_others_out(
     pause_s: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether it says nothing, or a byte now and then: the handshake has one deadline."""
-    monkeypatch.setattr(rendezvous, "_HANDSHAKE_S", 0.3)
+    monkeypatch.setattr(handshake, "_HANDSHAKE_S", 0.3)
     listener = Listener(LOOPBACK, "secret")
     with ThreadPoolExecutor(1) as pool, socket.create_connection(listener.address) as stranger:
         begun = time.monotonic()
@@ -123,7 +123,7 @@ def test_a_leader_must_know_the_token_too() -> None:
 
 
 def test_a_leader_that_comes_later_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_RETRY_S", 0.05)
+    monkeypatch.setattr(handshake, "_RETRY_S", 0.05)
     with socket.create_server(LOOPBACK) as free:
         address = Address(*free.getsockname())
     with pytest.raises(ConnectionRefusedError):

@@ -29,6 +29,7 @@ from dora_rl.runtime.launchers.ray.settings import RaySettings
 from dora_rl.runtime.prepare.not_yet import not_yet
 from dora_rl.tasks.settings import TaskSettings
 from dora_rl.trainer.settings import AUTO, Behaviour, DeviceName, LoraSettings, TrainSettings
+from dora_rl.transports.weights.settings import WeightTransportSettings
 
 # In one engine, unless the user says so: a full set of weights costs memory, and splits batches.
 _MOST_VERSIONS = 8
@@ -134,6 +135,7 @@ class RuntimeSettings(ConfigModel):
     )
     inline: LogicalTime = LogicalTime()
     ray: RaySettings = RaySettings()
+    weights: WeightTransportSettings = WeightTransportSettings()
 
 
 class RunSettings(ConfigModel):

@@ -26,6 +26,7 @@ from typing import Any, Literal, TextIO
 
 from dora_rl.core.history.journal import Written, closed
 from dora_rl.core.protocol.errors import UserError
+from dora_rl.core.protocol.types import InstanceId
 from dora_rl.store.durable_files import replace_file
 from dora_rl.store.ledger import Ledger
 
@@ -135,6 +136,11 @@ class JournalFile:
         with open(self.path, encoding="latin-1", newline="\n", buffering=_BUFFER) as file:
             file.seek(start)
             yield from file
+
+
+def copies_of(exchange: Path, instance: InstanceId) -> Path:
+    """Where an instance keeps versions that it was sent."""
+    return exchange / f"weights-{instance}"
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:

@@ -22,7 +22,7 @@ from dora_rl.trainer.progress import nothing
 from dora_rl.trainer.replica import Replica, ReplicaSettings
 from dora_rl.trainer.report import StepReport
 from dora_rl.trainer.settings import LoraSettings, TrainSettings
-from dora_rl.transports.weights.shared_directory import WeightStore
+from dora_rl.transports.weights import WeightPublisher
 
 __all__ = ["CheckpointWriter", "StepRejected", "StepReport", "Trainer"]
 
@@ -32,17 +32,17 @@ _TELL_S = 1.0  # between two signs of progress while a thread of the trainer wri
 class Trainer:
     """One policy in training. Make it with `open`, and `close` it."""
 
-    def __init__(self, replica: Replica, followers: Followers, store: WeightStore) -> None:
+    def __init__(self, replica: Replica, followers: Followers, weights: WeightPublisher) -> None:
         self._replica = replica
         self._followers = followers
-        self._store = store
+        self._weights = weights
         self._writer: CheckpointWriter | None = None  # the last
 
     @classmethod
     def open(
         cls,
         model: Path,
-        store: WeightStore,
+        weights: WeightPublisher,
         train: TrainSettings,
         algorithm: AlgorithmSettings,
         *,
@@ -69,7 +69,7 @@ class Trainer:
             train = train.model_copy(update={"threads": share})
         settings = ReplicaSettings(
             model=str(model),
-            store=str(store.root),
+            store=str(weights.root),
             train=train.model_dump(mode="json"),
             algorithm=algorithm.model_dump(mode="json"),
             max_tokens=max_tokens,
@@ -85,7 +85,7 @@ class Trainer:
         except BaseException:
             followers.close()
             raise
-        trainer = cls(replica, followers, store)
+        trainer = cls(replica, followers, weights)
         trainer.progress = progress
         return trainer
 
@@ -137,14 +137,14 @@ class Trainer:
         with self._followers.watched():
             self._followers.tell(Publish())
             fingerprint = self._replica.fingerprint()
-            weights = self._replica.published()
+            tensors = self._replica.published()
         tell = self._replica.progress
         # By a thread, so that a slow disk or a lock is not taken for a hang here.
         with ThreadPoolExecutor(1, "dora-rl publication") as pool:
             written = pool.submit(
-                self._store.publish,
+                self._weights.publish,
                 version,
-                weights,
+                tensors,
                 fingerprint=fingerprint,
                 adapter=self._replica.source.adapter,
             )

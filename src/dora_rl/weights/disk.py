@@ -59,8 +59,8 @@ def make_directory(path: Path) -> None:
 
 
 @contextmanager
-def new_file(path: Path) -> Iterator[Callable[[bytes | memoryview], None]]:
-    """A function that appends to a new file; on leaving, all of it is on the disk.
+def new_file(path: Path, *, durable: bool = True) -> Iterator[Callable[[bytes | memoryview], None]]:
+    """A function that appends to a new file; on leaving, all of it is on the disk, if `durable`.
 
     Read-only from the start: whoever has it in memory must not see it change.
     """
@@ -68,7 +68,8 @@ def new_file(path: Path) -> Iterator[Callable[[bytes | memoryview], None]]:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o444)
     try:
         yield lambda data: _write(fd, data, path)
-        _sync(fd, path)
+        if durable:
+            _sync(fd, path)
     finally:
         _close(fd, path)
 
@@ -121,6 +122,11 @@ def exists(path: Path) -> bool:
         except FileNotFoundError:
             return False
         return True
+
+
+def size(path: Path) -> int:
+    with _naming("look at", path):
+        return os.lstat(path).st_size
 
 
 def names(path: Path) -> list[str]:

@@ -72,6 +72,11 @@ class Manifest:
         rows = ((name, t.dtype, t.shape, t.sha256) for name, t in self.tensors.items())
         object.__setattr__(self, "digest", digest_of(rows, self.adapter))
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all files that hold tensors."""
+        return sum(file.bytes for file in self.files.values())
+
     def encode(self) -> bytes:
         """The one spelling of this manifest."""
         content: dict[str, Any] = {

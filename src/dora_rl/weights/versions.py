@@ -1,11 +1,13 @@
 """The directory of versions as files: where one is, whether it is whole, how it goes. No torch.
 
 version-00000007/   manifest.json and safetensors files, never changed
+delta-6-7           what changed from version 6 to version 7, for who has 6; goes with 7
 .publishing-…       a publication that is under way, or whose process died
 .deleted-…          a version that is being deleted
 """
 
 import hashlib
+import re
 import secrets
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from dora_rl.weights.manifest import Manifest, directory_name, read_manifest, ve
 
 PUBLISHING = ".publishing-"
 DELETED = ".deleted-"
+_DELTA = re.compile(r"delta-(0|[1-9][0-9]{0,18})-(0|[1-9][0-9]{0,18})", re.ASCII)
 
 
 def path_of(root: Path, version: Version) -> Path:
@@ -27,6 +30,20 @@ def published_versions(root: Path) -> list[Version]:
     """The versions that are complete in a store, in order."""
     found = disk.names(root) if disk.exists(root) else []
     return sorted(v for v in map(version_of, found) if v is not None)
+
+
+def delta_path(root: Path, base: Version, version: Version) -> Path:
+    """Where the delta from one version to another is, or would be."""
+    return root / f"delta-{base}-{version}"
+
+
+def deltas(root: Path) -> dict[Version, list[Version]]:
+    """The bases of the deltas to each version, the newest first."""
+    found: dict[Version, list[Version]] = {}
+    for match in map(_DELTA.fullmatch, disk.names(root) if disk.exists(root) else []):
+        if match is not None:
+            found.setdefault(int(match[2]), []).append(int(match[1]))
+    return {version: sorted(bases, reverse=True) for version, bases in found.items()}
 
 
 def check_files(directory: Path) -> Manifest:
@@ -54,6 +71,13 @@ def delete_version(root: Path, version: Version) -> None:
         disk.sync_directory(root)  # before a file goes: half a version is never back
     if disk.exists(root):
         sweep(root, DELETED)
+        drop_deltas(root, version)
+
+
+def drop_deltas(root: Path, version: Version) -> None:
+    """Remove the deltas to a version."""
+    for base in deltas(root).get(version, []):
+        disk.remove_tree(delta_path(root, base, version))
 
 
 def sweep(root: Path, *prefixes: str) -> None:

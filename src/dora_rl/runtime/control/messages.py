@@ -237,6 +237,9 @@ class Used(_Message, frozen=True, tag=True):
     reread_tokens: int
     running: int
     """Trajectories that generate at this moment: not a counter."""
+    weights_sent_bytes: int = 0
+    weights_whole_bytes: int = 0
+    """What the versions that it was sent take, each sent whole."""
 
 
 # To the trainer

@@ -23,11 +23,11 @@ from dora_rl.runtime.workers.engines import make_engine, sampling_of
 from dora_rl.runtime.workers.rollout import RolloutInstance
 from dora_rl.runtime.workers.trainer import TrainerWorker
 from dora_rl.simulator.clock import Clock
-from dora_rl.store.rundir import TRAJECTORIES
+from dora_rl.store.rundir import TRAJECTORIES, copies_of
 from dora_rl.tasks.environment_pool import EnvReply
 from dora_rl.tasks.scores import Outcome, ScoreJob
 from dora_rl.transports.samples.shared_directory import SampleWriter
-from dora_rl.transports.weights.shared_directory import WeightStore
+from dora_rl.transports.weights.registry import make_publisher, make_receiver
 
 
 class LogicalTime:
@@ -111,7 +111,7 @@ class InlineRuntime(Runtime):
             anew=True,
             replaces_workers=False,
         )
-        self._store = WeightStore(files.weights)
+        self._publisher = make_publisher(files.config.runtime.weights, files.weights)
         self._trainer: TrainerWorker | None = None
         self._instances: dict[InstanceId, RolloutInstance] = {}
         self._stepping: set[InstanceId] = set()
@@ -151,7 +151,7 @@ class InlineRuntime(Runtime):
             case Role.TRAINER:
                 checkpoint = self._files.committer.last_checkpoint
                 self._trainer = TrainerWorker.open(
-                    *(config, model, self._store),
+                    *(config, model, self._publisher),
                     *(self._files.samples, self._files.checkpoints, checkpoint),
                 )
             case Role.ROLLOUT:
@@ -176,11 +176,12 @@ class InlineRuntime(Runtime):
     def _instance(self, name: InstanceId, incarnation: int, engine: Engine) -> RolloutInstance:
         sampling = sampling_of(self._config, evaluation=name == EVALUATOR_INSTANCE)
         seed = self._config.run.seed
+        copies = copies_of(self._files.exchange, name)
         return RolloutInstance(
             name,
             incarnation,
             engine,
-            self._store.path,
+            make_receiver(self._config.runtime.weights, self._files.weights, copies),
             SampleWriter(self._files.plan.out / TRAJECTORIES, name, incarnation),
             self._files.samples,
             self._files.kv,

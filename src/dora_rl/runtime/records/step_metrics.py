@@ -8,6 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -78,6 +79,20 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
     failed: int
     metrics: dict[str, float]
     """The trainer's own."""
+    weights_sent_bytes: int = 0
+    """Of the versions that instances installed since the step before."""
+    weights_sent_share: float | None = None
+    """The same over the bytes of these versions, each sent whole; None if none was installed."""
+
+
+class Sent(NamedTuple):
+    """Bytes of weights that instances were sent, and what the versions take whole."""
+
+    bytes: int = 0
+    whole: int = 0
+
+    def plus(self, used: ms.Used) -> "Sent":
+        return Sent(self.bytes + used.weights_sent_bytes, self.whole + used.weights_whole_bytes)
 
 
 Watcher = Callable[[StepRecord], object]
@@ -91,7 +106,10 @@ class Recorder(Listener):
         *("_slots", "_filtered", "failures"),
     )
     # Counted by processes, and ends with them.
-    WIRED = ("_orchestrator", "_watch", "_used", "_ended", "_taken", "_taken_s", "last")
+    WIRED = (
+        *("_orchestrator", "_watch", "_used", "_ended", "_taken", "_taken_s", "last"),
+        *("_sent", "_sent_before"),
+    )
 
     def __init__(self, orchestrator: Orchestrator, watch: Sequence[Watcher] = ()) -> None:
         self._orchestrator = orchestrator
@@ -108,6 +126,8 @@ class Recorder(Listener):
         self._slots: dict[InstanceId, int] = {}
         self._taken: tuple[int, float] | None = None  # for which step, since when
         self._taken_s = 0.0  # slot time
+        self._sent = Sent()  # to instances that are gone
+        self._sent_before = Sent()
         self._filtered: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
         self.last: StepRecord | None = None
@@ -182,6 +202,7 @@ class Recorder(Listener):
             before = self._used.pop(event.instance, None)
             if before is not None:
                 self._ended = _add(self._ended, before)
+                self._sent = self._sent.plus(before)
 
     def used(self, now: float, instance: InstanceId, used: ms.Used) -> None:
         before = self._used.get(instance)
@@ -209,6 +230,14 @@ class Recorder(Listener):
             migrated=self._migrated,
         )
 
+    def _sent_since(self) -> Sent:
+        """What was sent since the last call."""
+        total = self._sent
+        for used in self._used.values():
+            total = total.plus(used)
+        before, self._sent_before = self._sent_before, total
+        return Sent(total.bytes - before.bytes, total.whole - before.whole)
+
     def _record(self, now: float, report: ms.Trained, samples: Sequence[SampleRef]) -> StepRecord:
         reading = self.reading()
         spent = reading.since(self._before)
@@ -220,6 +249,7 @@ class Recorder(Listener):
             for sample in samples
         ]
         mean = _mean(rewards)
+        sent = self._sent_since()
         return StepRecord(
             step=report.step + 1,
             time_s=now,
@@ -244,6 +274,8 @@ class Recorder(Listener):
             filtered=self._filtered.total(),
             failed=self.failures.total(),
             metrics=report.metrics,
+            weights_sent_bytes=sent.bytes,
+            weights_sent_share=sent.bytes / sent.whole if sent.whole else None,
         )
 
 
@@ -257,7 +289,8 @@ def _add(reading: Reading, used: ms.Used) -> Reading:
 
 def _counters(used: ms.Used) -> tuple[float, ...]:
     """Each only grows, so that the later of two reports is the greater one."""
-    return used.slots_s, used.busy_s, used.tokens, used.steps, used.reread_tokens
+    work = used.slots_s, used.busy_s, used.tokens, used.steps, used.reread_tokens
+    return *work, used.weights_sent_bytes, used.weights_whole_bytes
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from dora_rl.config.text import one_line
 from dora_rl.core.history.codec import encode_event
@@ -32,6 +31,7 @@ from dora_rl.samples import Trajectory, pack
 from dora_rl.transports.errors import RecordLost
 from dora_rl.transports.kv import KvTransport
 from dora_rl.transports.samples import SampleSink, SampleSource
+from dora_rl.transports.weights import WeightReceiver
 
 _TRUNCATED = (FinishReason.MAX_TOKENS, FinishReason.CONTEXT)
 
@@ -42,14 +42,14 @@ _log = logging.getLogger(__name__)
 class RolloutInstance:
     """Performs messages on an engine.
 
-    `directory` says where a version's weights are; what it has written goes to `sink`, what
-    others have written comes from `source`, and what moves goes by `kv`.
+    Versions come by `weights`; what it has written goes to `sink`, what others have written
+    comes from `source`, and what moves goes by `kv`.
     """
 
     instance: InstanceId
     incarnation: int
     engine: Engine
-    directory: Callable[[Version], Path]
+    weights: WeightReceiver
     sink: SampleSink
     source: SampleSource
     kv: KvTransport
@@ -114,6 +114,7 @@ class RolloutInstance:
             case ms.Shutdown():
                 self.engine.close()
                 self.sink.close()
+                self.weights.close()
 
     def _perform(self, command: cm.Command) -> None:
         match command:
@@ -178,7 +179,7 @@ class RolloutInstance:
             if carry:
                 displaced = self._displace(old)
         try:
-            self.engine.install(version, self.directory(version), old)
+            self.engine.install(version, self.weights.receive(version), old)
         finally:
             loads = self.engine.load().versions
             self._here.digests = {here: load.digest for here, load in loads.items()}
@@ -220,6 +221,7 @@ class RolloutInstance:
     def _retire(self, version: Version) -> None:
         self._here.forget_kept(version)
         self.engine.evict(version)
+        self.weights.release(version)
         self._here.digests.pop(version, None)
 
     # Trajectories
@@ -356,6 +358,8 @@ class RolloutInstance:
                 usage.steps,
                 usage.reread_tokens,
                 self._here.num_running,
+                self.weights.traffic.sent_bytes,
+                self.weights.traffic.whole_bytes,
             )
         )
 

@@ -23,7 +23,7 @@ from dora_rl.trainer.errors import StepRejected
 from dora_rl.trainer.progress import nothing
 from dora_rl.trainer.trainer import Trainer
 from dora_rl.transports.samples import SampleSource
-from dora_rl.transports.weights.shared_directory import WeightStore
+from dora_rl.transports.weights import WeightPublisher
 
 
 class TrainerWorker:
@@ -47,7 +47,7 @@ class TrainerWorker:
         cls,
         config: RunConfig,
         model: Path,
-        store: WeightStore,
+        weights: WeightPublisher,
         samples: SampleSource,
         checkpoints: Path,
         checkpoint: int | None = None,
@@ -59,7 +59,7 @@ class TrainerWorker:
         """
         trainer = Trainer.open(
             model,
-            store,
+            weights,
             config.train,
             config.algorithm,
             max_tokens=config.rollout.max_tokens,

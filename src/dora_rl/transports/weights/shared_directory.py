@@ -4,7 +4,8 @@
                         files of PEFT
     .lock               held while publishing; its holder sweeps what the dead left
 
-A version appears by one rename, after all of it is on the disk, and disappears by one.
+A version appears by one rename, after all of it is on the disk, and disappears by one. As the
+transport `directory`, receivers map its files: nothing is copied.
 """
 
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 
 from dora_rl.core.protocol.types import Version
+from dora_rl.transports.weights import Traffic
 from dora_rl.weights import disk
 from dora_rl.weights.adapter import Adapter
 from dora_rl.weights.errors import WeightsError
@@ -34,7 +36,7 @@ from dora_rl.weights.versions import (
     sweep,
 )
 
-__all__ = ["MAX_FILE_BYTES", "LoadedWeights", "WeightStore", "open_version"]
+__all__ = ["MAX_FILE_BYTES", "DirectoryReceiver", "LoadedWeights", "WeightStore", "open_version"]
 
 MAX_FILE_BYTES = 5_000_000_000  # of one file; what Hugging Face long used
 _LOCK_TIMEOUT_S = 600.0  # longer than a publication takes, short enough to be told of a hung one
@@ -114,6 +116,9 @@ class WeightStore:
         """
         delete_version(self.root, version)
 
+    def close(self) -> None:
+        """As the trainer's end of a transport: there is nothing to end."""
+
     def _write(
         self,
         version: Version,
@@ -161,3 +166,21 @@ class WeightStore:
             raise WeightsError(
                 f"version {version} is not in `{self.root}`. The last ones there: {found}."
             )
+
+
+class DirectoryReceiver:
+    """An instance's end: the files of the store themselves."""
+
+    def __init__(self, root: Path) -> None:
+        self._store = WeightStore(root)
+        self.traffic = Traffic()
+
+    def receive(self, version: Version) -> Path:
+        self.traffic.count(self._store.manifest(version))
+        return self._store.path(version)
+
+    def release(self, version: Version) -> None:
+        """The version goes when its last lease does."""
+
+    def close(self) -> None:
+        """There is nothing of its own."""

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from dora_rl.store.rundir import CHECKPOINTS, EXCHANGE, TRAJECTORIES, WEIGHTS
+from dora_rl.core.protocol.types import InstanceId
+from dora_rl.store.rundir import CHECKPOINTS, EXCHANGE, TRAJECTORIES, WEIGHTS, copies_of
 
 
 class Site(NamedTuple):
@@ -33,6 +34,10 @@ class Site(NamedTuple):
     @property
     def exchange(self) -> Path:
         return Path(self.run, EXCHANGE)
+
+    def copies(self, instance: InstanceId) -> Path:
+        """Where an instance keeps versions that it was sent."""
+        return copies_of(self.exchange, instance)
 
     @property
     def checkpoints(self) -> Path:

@@ -77,13 +77,13 @@ def _serve_rollout(channel: Channel, setup: ms.Setup, site: Site, config: RunCon
     from dora_rl.runtime.workers.rollout import RolloutInstance
     from dora_rl.transports.kv.shared_directory import KvDirectory
     from dora_rl.transports.samples.shared_directory import SampleReader, SampleWriter
-    from dora_rl.transports.weights.shared_directory import WeightStore
+    from dora_rl.transports.weights.registry import make_receiver
 
     instance = RolloutInstance(
         setup.instance,
         setup.incarnation,
         make_engine(config, Path(site.model)),
-        WeightStore(site.weights).path,
+        make_receiver(config.runtime.weights, site.weights, site.copies(setup.instance)),
         SampleWriter(site.trajectories, setup.instance, setup.incarnation),
         SampleReader(site.trajectories),
         KvDirectory(site.exchange),
@@ -169,13 +169,13 @@ class _Speaker:
 def _serve_training(channel: Channel, setup: ms.Setup, site: Site, config: RunConfig) -> None:
     from dora_rl.runtime.workers.trainer import TrainerWorker
     from dora_rl.transports.samples.shared_directory import SampleReader
-    from dora_rl.transports.weights.shared_directory import WeightStore
+    from dora_rl.transports.weights.registry import make_publisher
 
     progress, news = _Progress(channel), _News(channel)
     trainer = TrainerWorker.open(
         config,
         Path(site.model),
-        WeightStore(site.weights),
+        make_publisher(config.runtime.weights, site.weights),
         SampleReader(site.trajectories),
         site.checkpoints,
         setup.checkpoint,
