@@ -11,12 +11,10 @@ from contextlib import contextmanager
 
 from dora_rl.trainer.errors import TrainerError
 from dora_rl.transports import handshake
-from dora_rl.transports.handshake import LOOPBACK, Address
+from dora_rl.transports.handshake import LOOPBACK, Address, connect, gone
 
-__all__ = [
-    *("LOOPBACK", "TOKEN", "Address", "Listener", "address_of", "connect", "gone", "listen"),
-    "token_for",
-]
+__all__ = ["LOOPBACK", "TOKEN", "Address", "Listener", "address_of", "connect", "gone", "listen"]
+__all__ += ["token_for"]
 
 TOKEN = "DORA_RL_TRAINER_TOKEN"
 _MIN_TOKEN = 16  # characters

@@ -183,13 +183,14 @@ class Trainer:
             self._replica.restore(Path(directory))
 
     def close(self) -> None:
-        """Wait for a checkpoint that is being written, and end the other processes.
+        """Wait for a checkpoint that is being written, end the other processes and the transport.
 
         The trainer must not be used again.
         """
         with self._replica.progress.deferred():
             self._wait_for_writer()
             self._followers.close()
+        self._weights.close()
 
     def _wait_for_writer(self) -> None:
         while self._writer is not None and not self._writer.wait(_TELL_S):

@@ -59,13 +59,15 @@ def make_directory(path: Path) -> None:
 
 
 @contextmanager
-def new_file(path: Path, *, durable: bool = True) -> Iterator[Callable[[bytes | memoryview], None]]:
+def new_file(
+    path: Path, *, durable: bool = True, mode: int = 0o444
+) -> Iterator[Callable[[bytes | memoryview], None]]:
     """A function that appends to a new file; on leaving, all of it is on the disk, if `durable`.
 
     Read-only from the start: whoever has it in memory must not see it change.
     """
     with _naming("create", path):
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o444)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         yield lambda data: _write(fd, data, path)
         if durable:

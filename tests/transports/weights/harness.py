@@ -67,9 +67,10 @@ class Harness:
         os.kill(self._sender.pid, signal.SIGSTOP)
         threading.Timer(seconds, os.kill, (self._sender.pid, signal.SIGCONT)).start()
 
-    def receiver(self) -> WeightReceiver:
+    def receiver(self, **settings: Any) -> WeightReceiver:
         cache = self._caches / str(len(self._receivers))
-        self._receivers.append(make_receiver(self.settings, self.store, cache))
+        mine = self.settings.model_copy(update=settings)
+        self._receivers.append(make_receiver(mine, self.store, cache))
         return self._receivers[-1]
 
     def delete(self, version: int) -> None:

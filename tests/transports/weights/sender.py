@@ -6,12 +6,14 @@ broadcast).
 
 import os
 import signal
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dora_rl.transports.weights import broadcast
 from dora_rl.transports.weights.registry import make_publisher
 from dora_rl.transports.weights.settings import WeightTransportSettings
 from dora_rl.weights import disk
@@ -40,6 +42,10 @@ def main(line: Connection, store: str, settings: str, kill: str) -> None:
     torch.set_num_threads(1)
     if kill == "writing":
         vars(disk)["os"] = MortalOS(_WRITES)
+    elif kill == "sending":
+        vars(broadcast)["CHUNK"] = 1 << 10
+        group: Any = broadcast.Group
+        group._broadcast = dying_after(group._broadcast, 3)
     publisher = make_publisher(WeightTransportSettings.model_validate_json(settings), Path(store))
     line.send("ready")
     while True:
@@ -48,5 +54,12 @@ def main(line: Connection, store: str, settings: str, kill: str) -> None:
         line.send("published")
 
 
-def die(*_: Any, **__: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+def dying_after(broadcast: Callable[..., None], count: int) -> Callable[..., None]:
+    left = iter(range(count))
+
+    def call(*args: Any) -> None:
+        if next(left, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        broadcast(*args)
+
+    return call

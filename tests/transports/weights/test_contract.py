@@ -20,9 +20,16 @@ from tests.transports.weights.harness import Harness, arrived
 from tests.transports.weights.sender import policy
 from tests.weights.samples import identical, replaced
 
+TIMEOUT_S = 60.0  # of a receiver, where it is not what is tested
 TRANSPORTS = {
     "directory": WeightTransportSettings(),
     "directory with deltas": WeightTransportSettings(delta=True),
+    "process group": WeightTransportSettings(
+        transport="process_group", delta=False, timeout_s=TIMEOUT_S
+    ),
+    "process group with deltas": WeightTransportSettings(
+        transport="process_group", timeout_s=TIMEOUT_S
+    ),
 }
 
 
@@ -43,7 +50,7 @@ def test_every_version_arrives_to_the_bit(transport: Harness) -> None:
         traffic = receiver.traffic
         assert traffic.wholes + traffic.deltas >= 4
         assert 0 < traffic.sent_bytes <= traffic.whole_bytes
-        assert (traffic.share or 0) < 1 or not transport.settings.delta
+        assert (traffic.share or 0) < 1 or not transport.settings.deltas
 
 
 def test_a_receiver_that_joins_late_gets_the_last_and_what_follows(transport: Harness) -> None:
@@ -117,7 +124,7 @@ def test_a_sender_that_dies_within_a_publication_leaves_the_last_version(
     transport.ask(1)
     transport.await_death()
     with pytest.raises(WeightsError):
-        arrived(receiver, 1)
+        arrived(transport.receiver(timeout_s=1.0), 1)
     transport.restart()
     transport.publish(1)
     assert identical(arrived(receiver, 1), policy(1))

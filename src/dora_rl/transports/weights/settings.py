@@ -6,17 +6,28 @@ from pydantic import Field
 
 from dora_rl.config import ConfigModel
 
-TransportName = Literal["directory"]
-
 
 class WeightTransportSettings(ConfigModel):
     """`[runtime.weights]`: from the trainer to the instances."""
 
-    transport: TransportName = Field(
-        default="directory", description="instances map the files of the run directory"
+    transport: Literal["directory", "process_group"] = Field(
+        default="directory",
+        description="instances map the files of the run directory, or the trainer broadcasts them",
     )
-    delta: bool = Field(
-        default=False,
-        description="instances keep a copy of the last version, and read what changed alone; pays "
-        "where the run directory is on a network",
+    delta: bool | None = Field(
+        default=None,
+        description="instances keep a copy of the last version and are sent what changed alone; "
+        "else with `process_group`: files that are mapped are not sent at all",
     )
+    backend: Literal["gloo", "nccl"] = Field(
+        default="gloo", description="of `process_group`: through the CPU, or between GPUs"
+    )
+    timeout_s: float = Field(
+        default=120.0,
+        gt=0,
+        description="of `process_group`: a version that has not arrived by then has failed",
+    )
+
+    @property
+    def deltas(self) -> bool:
+        return self.transport == "process_group" if self.delta is None else self.delta

@@ -49,6 +49,11 @@ class VersionCache:
         versions = published_versions(self.root)
         return read_manifest(path_of(self.root, versions[-1])) if versions else None
 
+    def digest(self, version: Version) -> str | None:
+        """Of the copy of a version, if there is one, by its manifest."""
+        path = path_of(self.root, version)
+        return read_manifest(path).digest if disk.exists(path) else None
+
     def get(self, manifest: Manifest) -> Path | None:
         """The copy of this version, if there is one of these very weights."""
         path = path_of(self.root, manifest.version)

@@ -101,6 +101,7 @@ def _serve_rollout(channel: Channel, setup: ms.Setup, site: Site, config: RunCon
             _serve_messages(channel, config, instance, heartbeat, speaker)
     finally:
         instance.engine.close()  # an engine may have processes and device memory of its own
+        instance.weights.close()
 
 
 def _serve_messages(
