@@ -110,6 +110,20 @@ Examples:
   dora-rl bench durability --quick
 """
 
+TRANSPORTS = """\b
+The sender and every receiver are processes of this machine; all receivers ask at once. Weights are
+random, in bfloat16; --changed of them move to the next number with every version, as at a learning
+rate of 1e-6. Publish is the write into the store and, with +delta, the comparison with the version
+before. Receive is until the last receiver has mapped the version and compared it with its digests.
+The default takes some twenty minutes on two cores, and 11 GB of disk.
+
+\b
+Examples:
+  dora-rl bench transports
+  dora-rl bench transports --transports directory,process_group+delta --parameters 100 --json
+  dora-rl bench transports --quick
+"""
+
 MODES = """\b
 The quickstart's model and task, with long-tailed lengths, as processes of this machine. Every
 paradigm runs through the same core; what differs is a row of its table. Rollout-only is the part

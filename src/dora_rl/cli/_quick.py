@@ -31,6 +31,7 @@ QUICK: Mapping[str, Mapping[str, Any]] = {
     "modes": {"steps": 8, "warmup_steps": 3, "rounds": 1, "search_steps": 0, "groups": 16},
     "resume": {"events": "10000,100000", "repeats": 3},
     "durability": {"steps": 6, "warmup_steps": 2, "rounds": 1},
+    "transports": {"parameters": "10", "receivers": "1,2", "versions": 2},
     "convergence": {"ways": "sync,multi_version:3", "seeds": 2, "steps": 4, "eval_size": 32},
 }
 

@@ -238,6 +238,49 @@ def durability(**options: Any) -> benching.Measurement:
     return benching.Measurement(partial(measure, Plan(**options)))
 
 
+@command.command(epilog=about.TRANSPORTS)
+@click.option(
+    "--transports",
+    callback=benching.names,
+    default="directory,directory+delta,process_group,process_group+delta",
+    show_default=True,
+    metavar="NAME,…",
+    help="Transports to measure.",
+)
+@click.option(
+    "--parameters",
+    callback=benching.numbers("10,100"),
+    default="10,100,500",
+    show_default=True,
+    metavar="N,N,…",
+    help="Sizes of the policy, in millions.",
+)
+@click.option(
+    "--receivers",
+    callback=benching.numbers("1,4"),
+    default="1,2,4",
+    show_default=True,
+    metavar="N,N,…",
+    help="Numbers of receivers.",
+)
+@click.option(
+    "--changed",
+    type=float,
+    default=0.02,
+    show_default=True,
+    help="Share of the weights that a version changes.",
+)
+@click.option(
+    "--versions", type=int, default=3, show_default=True, help="Of each case; the median counts."
+)
+@benching.measured
+def transports(**options: Any) -> benching.Measurement:
+    """Seconds and bytes of a version on its way to the engines, by each transport."""
+    from dora_rl.benchmarks.transports import Plan, measure
+
+    return benching.Measurement(partial(measure, Plan(**options)))
+
+
 @command.command(epilog=about.CONVERGENCE)
 @click.option(
     "--ways",

@@ -1,7 +1,7 @@
 """The sender of the contract, a process: it publishes the policy of a step on request.
 
 `kill` is `never`, `writing` (it kills itself within the write of a version) or `sending` (within a
-broadcast).
+broadcast). Before the last, and as `never, in small chunks`, it broadcasts few bytes at once.
 """
 
 import os
@@ -20,6 +20,7 @@ from dora_rl.weights import disk
 from tests.weights.publisher import MortalOS
 
 Policy = dict[str, torch.Tensor]
+SMALL_CHUNK = 1 << 10
 _WRITES = 2  # the second is within the first tensor
 
 
@@ -42,8 +43,9 @@ def main(line: Connection, store: str, settings: str, kill: str) -> None:
     torch.set_num_threads(1)
     if kill == "writing":
         vars(disk)["os"] = MortalOS(_WRITES)
-    elif kill == "sending":
-        vars(broadcast)["CHUNK"] = 1 << 10
+    if kill in ("sending", "never, in small chunks"):
+        vars(broadcast)["CHUNK"] = SMALL_CHUNK
+    if kill == "sending":
         group: Any = broadcast.Group
         group._broadcast = dying_after(group._broadcast, 3)
     publisher = make_publisher(WeightTransportSettings.model_validate_json(settings), Path(store))

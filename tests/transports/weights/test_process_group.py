@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from dora_rl.transports.weights import broadcast
 from dora_rl.transports.weights.process_group import GroupPublisher, GroupReceiver
 from dora_rl.transports.weights.requests import ENDPOINT, read_endpoint, write_endpoint
 from dora_rl.transports.weights.settings import WeightTransportSettings
@@ -20,10 +21,16 @@ from dora_rl.weights.errors import WeightsError
 from tests.patience import PATIENCE_S
 from tests.transports.weights import harness
 from tests.transports.weights.harness import Harness, arrived
-from tests.transports.weights.sender import policy
+from tests.transports.weights.sender import SMALL_CHUNK, policy
 from tests.weights.samples import identical
 
 SETTINGS = WeightTransportSettings(transport="process_group", timeout_s=60.0)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a sender has that is killed within a broadcast: so that a version takes several."""
+    monkeypatch.setattr(broadcast, "CHUNK", SMALL_CHUNK)
 
 
 @pytest.fixture
@@ -42,6 +49,7 @@ def test_several_receivers_at_once(transport: Harness) -> None:
     assert all((r.traffic.wholes, r.traffic.deltas) == (1, 2) for r in receivers)
 
 
+@pytest.mark.usefixtures("small_chunks")
 def test_a_sender_that_dies_within_a_broadcast_is_told_in_time(transport: Harness) -> None:
     transport.publish(0)
     transport.restart(kill="sending")
@@ -51,10 +59,11 @@ def test_a_sender_that_dies_within_a_broadcast_is_told_in_time(transport: Harnes
         receiver.receive(0)
     assert time.monotonic() - began < 5.0 + PATIENCE_S
     transport.await_death()
-    transport.restart()
-    assert identical(arrived(receiver, 0), policy(0))
+    transport.restart(kill="never, in small chunks")
+    assert identical(arrived(transport.receiver(), 0), policy(0))
 
 
+@pytest.mark.usefixtures("small_chunks")
 def test_the_successor_of_a_dead_sender_is_found_while_waiting(transport: Harness) -> None:
     transport.publish(0)
     transport.restart(kill="sending")
@@ -62,7 +71,7 @@ def test_the_successor_of_a_dead_sender_is_found_while_waiting(transport: Harnes
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(arrived, receiver, 0)
         transport.await_death()
-        transport.restart()
+        transport.restart(kill="never, in small chunks")
         assert identical(waiting.result(PATIENCE_S), policy(0))
 
 
@@ -79,7 +88,6 @@ def test_a_sender_that_hangs_is_told_in_time(transport: Harness) -> None:
 
 def receive_and_die(root: str, cache: str) -> None:
     """Another instance, which is killed within the transfer."""
-    from dora_rl.transports.weights import broadcast
     from tests.transports.weights.sender import dying_after
 
     group = vars(broadcast)["Group"]

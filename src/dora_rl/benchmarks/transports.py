@@ -1,0 +1,189 @@
+"""Seconds and bytes that a version takes from the trainer to the engines, by each transport.
+
+The sender and every receiver are processes of this machine. The weights are random, in bfloat16,
+and some of them move to the next number with every version, as at a small learning rate.
+"""
+
+import shutil
+import statistics
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dora_rl.benchmarks.contestants.process import Contestant, Start, start_all
+from dora_rl.benchmarks.reporting import Reporter
+from dora_rl.benchmarks.training import workplace
+from dora_rl.core.protocol.errors import UserError
+from dora_rl.extras import require
+
+TRANSPORTS: dict[str, dict[str, Any]] = {
+    "directory": {"transport": "directory", "delta": False},
+    "directory+delta": {"transport": "directory", "delta": True},
+    "process_group": {"transport": "process_group", "delta": False},
+    "process_group+delta": {"transport": "process_group", "delta": True},
+}
+_FILE = Path(__file__).parent / "contestants" / "transporter.py"
+_BYTES = 2  # of a parameter in bfloat16
+_MOST = 2000  # millions of parameters
+_MOST_RECEIVERS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be measured; refuses what cannot be."""
+
+    transports: tuple[str, ...] = tuple(TRANSPORTS)
+    parameters: tuple[int, ...] = (10, 100, 500)
+    """In millions."""
+    receivers: tuple[int, ...] = (1, 4)
+    changed: float = 0.02
+    versions: int = 3
+
+    def __post_init__(self) -> None:
+        for name in self.transports:
+            if name not in TRANSPORTS:
+                raise UserError(f"--transports must be of {', '.join(TRANSPORTS)}: `{name}`.")
+        bounds = {"parameters": _MOST, "receivers": _MOST_RECEIVERS}
+        for option, most in bounds.items():
+            for value in getattr(self, option) or (0,):
+                if not 1 <= value <= most:
+                    raise UserError(f"--{option} must be from 1 to {most}: `{value}`.")
+        if not 0 < self.changed <= 1:
+            raise UserError(f"--changed must be above 0, and 1 at most: `{self.changed:g}`.")
+        if self.versions < 1:
+            raise UserError(f"--versions must be >= 1: `{self.versions}`.")
+
+    @property
+    def disk_bytes(self) -> int:
+        """At once: two versions in the store, one on its way, two copies of every receiver."""
+        return max(self.parameters) * 1_000_000 * _BYTES * (3 + 2 * max(self.receivers))
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One transport, size and number of receivers, with the versions that were measured."""
+
+    transport: str
+    parameters: int
+    receivers: int
+    publish_s: list[float] = field(default_factory=list)
+    receive_s: list[float] = field(default_factory=list)
+    """Until the last receiver had it."""
+    sent_bytes: list[int] = field(default_factory=list)
+    """To one receiver."""
+    whole_bytes: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "transport": self.transport,
+            "parameters": self.parameters * 1_000_000,
+            "receivers": self.receivers,
+            "publish_s": statistics.median(self.publish_s),
+            "receive_s": statistics.median(self.receive_s),
+            "seconds": statistics.median(
+                map(sum, zip(self.publish_s, self.receive_s, strict=True))
+            ),
+            "sent_bytes": statistics.median(self.sent_bytes),
+            "whole_bytes": self.whole_bytes,
+            "versions": len(self.receive_s),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    plan: Plan
+    cases: tuple[Case, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"changed": self.plan.changed, "cases": [case.to_json() for case in self.cases]}
+
+    def summary(self) -> list[str]:
+        lines = [
+            f"{'transport':<20} {'parameters':>10} {'receivers':>9} {'publish':>9} {'receive':>9} "
+            f"{'MB sent to each':>15}"
+        ]
+        for case in self.cases:
+            row = case.to_json()
+            lines.append(
+                f"{case.transport:<20} {case.parameters:>8} M {case.receivers:>9} "
+                f"{row['publish_s']:>7.2f} s {row['receive_s']:>7.2f} s "
+                f"{row['sent_bytes'] / 1e6:>15.1f}"
+            )
+        return lines
+
+
+def measure(plan: Plan, reporter: Reporter | None = None) -> Result:
+    require("dora-rl bench transports", "engine")
+    reporter = reporter or Reporter()
+    cases: list[Case] = []
+
+    def result() -> Result:
+        return Result(plan, tuple(case for case in cases if case.sent_bytes))
+
+    reporter.collects(lambda: result() if any(case.sent_bytes for case in cases) else None)
+    with workplace() as place:
+        free = shutil.disk_usage(place).free
+        if free < plan.disk_bytes:
+            raise UserError(
+                f"`{place}` has {free / 1e9:.1f} GB free, and {plan.disk_bytes / 1e9:.1f} GB are "
+                "needed. Measure fewer --parameters or --receivers, or set TMPDIR."
+            )
+        for parameters in plan.parameters:
+            for receivers in plan.receivers:
+                for name in plan.transports:
+                    cases.append(Case(name, parameters, receivers))
+                    work = place / f"{parameters}-{receivers}-{name}"
+                    work.mkdir()
+                    _measure(plan, cases, work, reporter)
+                    shutil.rmtree(work)
+    return result()
+
+
+def _measure(plan: Plan, cases: list[Case], work: Path, reporter: Reporter) -> None:
+    """Fill the last case; the first version, which every receiver gets whole, is not counted."""
+    case = cases[-1]
+    about = f"{case.transport}, {case.parameters} M parameters, {case.receivers} receivers"
+    ends = {"weights": str(work / "weights"), "settings": TRANSPORTS[case.transport]}
+    size = {"parameters": case.parameters * 1_000_000, "changed": plan.changed}
+    starts = [_start("sender", {**ends, **size})]
+    for number in range(case.receivers):
+        starts.append(_start(f"receiver-{number}", {**ends, "cache": str(work / str(number))}))
+    with ExitStack() as stack:
+        sender, *receivers = start_all(stack, starts, work, reporter)
+        reporter.phase(about)
+        for version in range(plan.versions + 1):
+            reporter.step(f"version {version} of {plan.versions}")
+            if version:
+                sender.ask("change")
+            published_s = sender.ask("publish", version=version)
+            found = _receive(receivers, version)
+            if version:
+                whole = max(int(one["whole_bytes"]) for one in found)
+                cases[-1] = _with(cases[-1], published_s, found, whole)
+
+
+def _with(case: Case, publish_s: float, found: list[dict[str, Any]], whole: int) -> Case:
+    """One more version; a new case, so that an interrupt finds all of it or nothing."""
+    return Case(
+        case.transport,
+        case.parameters,
+        case.receivers,
+        [*case.publish_s, publish_s],
+        [*case.receive_s, max(one["seconds"] for one in found)],
+        [*case.sent_bytes, round(statistics.mean(one["sent_bytes"] for one in found))],
+        whole,
+    )
+
+
+def _receive(receivers: Sequence[Contestant], version: int) -> list[dict[str, Any]]:
+    """All at once."""
+    for receiver in receivers:
+        receiver.send("receive", version=version)
+    return [receiver.receive() for receiver in receivers]
+
+
+def _start(name: str, settings: dict[str, Any]) -> Start:
+    return Start(name, [sys.executable], _FILE, settings, {"OMP_NUM_THREADS": "1"})
