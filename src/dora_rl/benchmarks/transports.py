@@ -7,7 +7,8 @@ and some of them move to the next number with every version, as at a small learn
 import shutil
 import statistics
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,6 +56,13 @@ class Plan:
             raise UserError(f"--changed must be above 0, and 1 at most: `{self.changed:g}`.")
         if self.versions < 1:
             raise UserError(f"--versions must be >= 1: `{self.versions}`.")
+
+    def cases(self) -> "Iterator[Case]":
+        """By size and number of receivers, so that what is compared is measured side by side."""
+        for parameters in self.parameters:
+            for receivers in self.receivers:
+                for name in self.transports:
+                    yield Case(name, parameters, receivers)
 
     @property
     def disk_bytes(self) -> int:
@@ -131,29 +139,28 @@ def measure(plan: Plan, reporter: Reporter | None = None) -> Result:
                 f"`{place}` has {free / 1e9:.1f} GB free, and {plan.disk_bytes / 1e9:.1f} GB are "
                 "needed. Measure fewer --parameters or --receivers, or set TMPDIR."
             )
-        for parameters in plan.parameters:
-            for receivers in plan.receivers:
-                for name in plan.transports:
-                    cases.append(Case(name, parameters, receivers))
-                    work = place / f"{parameters}-{receivers}-{name}"
-                    work.mkdir()
-                    _measure(plan, cases, work, reporter)
-                    shutil.rmtree(work)
+        with ExitStack() as stack:
+            names = ["sender", *(f"receiver-{n}" for n in range(max(plan.receivers)))]
+            started = start_all(stack, list(map(_start, names)), place, reporter)
+            for case in plan.cases():
+                cases.append(case)
+                _measure(plan, cases, started, place, reporter)
     return result()
 
 
-def _measure(plan: Plan, cases: list[Case], work: Path, reporter: Reporter) -> None:
+def _measure(
+    plan: Plan, cases: list[Case], started: Sequence[Contestant], place: Path, reporter: Reporter
+) -> None:
     """Fill the last case; the first version, which every receiver gets whole, is not counted."""
     case = cases[-1]
-    about = f"{case.transport}, {case.parameters} M parameters, {case.receivers} receivers"
-    ends = {"weights": str(work / "weights"), "settings": TRANSPORTS[case.transport]}
-    size = {"parameters": case.parameters * 1_000_000, "changed": plan.changed}
-    starts = [_start("sender", {**ends, **size})]
-    for number in range(case.receivers):
-        starts.append(_start(f"receiver-{number}", {**ends, "cache": str(work / str(number))}))
-    with ExitStack() as stack:
-        sender, *receivers = start_all(stack, starts, work, reporter)
-        reporter.phase(about)
+    reporter.phase(f"{case.transport}, {case.parameters} M parameters, {case.receivers} receivers")
+    sender, *receivers = started[: 1 + case.receivers]
+    with tempfile.TemporaryDirectory(dir=place) as work:
+        ends = {"weights": f"{work}/weights", "settings": TRANSPORTS[case.transport]}
+        size = {"parameters": case.parameters * 1_000_000, "changed": plan.changed}
+        sender.ask("load", **ends, **size)
+        for receiver in receivers:
+            receiver.ask("load", **ends, cache=f"{work}/{receiver.name}")
         for version in range(plan.versions + 1):
             reporter.step(f"version {version} of {plan.versions}")
             if version:
@@ -161,11 +168,12 @@ def _measure(plan: Plan, cases: list[Case], work: Path, reporter: Reporter) -> N
             published_s = sender.ask("publish", version=version)
             found = _receive(receivers, version)
             if version:
-                whole = max(int(one["whole_bytes"]) for one in found)
-                cases[-1] = _with(cases[-1], published_s, found, whole)
+                cases[-1] = _with(cases[-1], published_s, found)
+        for end in (*receivers, sender):
+            end.ask("close")
 
 
-def _with(case: Case, publish_s: float, found: list[dict[str, Any]], whole: int) -> Case:
+def _with(case: Case, publish_s: float, found: list[dict[str, Any]]) -> Case:
     """One more version; a new case, so that an interrupt finds all of it or nothing."""
     return Case(
         case.transport,
@@ -174,7 +182,7 @@ def _with(case: Case, publish_s: float, found: list[dict[str, Any]], whole: int)
         [*case.publish_s, publish_s],
         [*case.receive_s, max(one["seconds"] for one in found)],
         [*case.sent_bytes, round(statistics.mean(one["sent_bytes"] for one in found))],
-        whole,
+        max(one["whole_bytes"] for one in found),
     )
 
 
@@ -185,5 +193,6 @@ def _receive(receivers: Sequence[Contestant], version: int) -> list[dict[str, An
     return [receiver.receive() for receiver in receivers]
 
 
-def _start(name: str, settings: dict[str, Any]) -> Start:
-    return Start(name, [sys.executable], _FILE, settings, {"OMP_NUM_THREADS": "1"})
+def _start(name: str) -> Start:
+    """It is told with each case what it is to be."""
+    return Start(name, [sys.executable], _FILE, {}, {"OMP_NUM_THREADS": "1"})

@@ -139,6 +139,7 @@ def test_a_publisher_that_is_closed_leaves_no_thread(tmp_path: Path) -> None:
     publisher.publish(0, policy(0))
     publisher.close()
     assert threading.active_count() == before
+    assert not (tmp_path / ENDPOINT).exists()
     assert len(os.listdir("/proc/self/fd")) == files
 
 

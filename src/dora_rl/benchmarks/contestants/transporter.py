@@ -46,6 +46,9 @@ class Sender:
             delete_version(self._publisher.root, version - 2)
         return seconds
 
+    def close(self) -> None:
+        self._publisher.close()
+
 
 class Receiver:
     """An instance's end."""
@@ -68,6 +71,12 @@ class Receiver:
             "whole_bytes": traffic.whole_bytes - before[1],
         }
 
+    def close(self) -> None:
+        self._receiver.close()
 
-def load(**settings: Any) -> Sender | Receiver:
+
+def load(**settings: Any) -> Sender | Receiver | None:
+    """Nothing at first: what it is to be comes with each case."""
+    if not settings:
+        return None
     return Receiver(**settings) if "cache" in settings else Sender(**settings)

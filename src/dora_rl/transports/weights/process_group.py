@@ -27,6 +27,7 @@ from dora_rl.transports.weights.requests import (
     Request,
     hear,
     read_endpoint,
+    remove_endpoint,
     tell,
     write_endpoint,
 )
@@ -58,7 +59,8 @@ class GroupPublisher:
         self._store = WeightStore(inner.root)
         token = secrets.token_hex(32)
         self._listener = Listener(LOOPBACK, token)
-        write_endpoint(inner.root, Endpoint(*self._listener.address, token))
+        self._endpoint = Endpoint(*self._listener.address, token)
+        write_endpoint(inner.root, self._endpoint)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="weights", daemon=True)
         self._thread.start()
@@ -82,6 +84,7 @@ class GroupPublisher:
         self._closed.set()
         self._thread.join(self._timeout_s)
         self._listener.close()
+        remove_endpoint(self.root, self._endpoint)
         self._inner.close()
 
     def _serve(self) -> None:

@@ -9,6 +9,7 @@ Over a connection on which each end has proven that it knows the token of the en
 
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
@@ -102,6 +103,13 @@ def write_endpoint(root: Path, endpoint: Endpoint) -> None:
     with disk.new_file(partial, durable=False, mode=0o400) as write:
         write(msgspec.json.encode(endpoint))
     disk.rename(partial, root / ENDPOINT)
+
+
+def remove_endpoint(root: Path, endpoint: Endpoint) -> None:
+    """Unless another sender has written its own."""
+    with suppress(WeightsError):
+        if read_endpoint(root) == endpoint:
+            disk.remove_tree(root / ENDPOINT)
 
 
 def read_endpoint(root: Path) -> Endpoint:
