@@ -20,6 +20,7 @@ from dora_rl.runtime.launchers.ray.settings import RaySettings, Resources
 from dora_rl.runtime.records.step_metrics import StepRecord
 from dora_rl.tasks.rewards import BUILT_IN, CONTEXT
 from dora_rl.trainer.settings import LoraSettings
+from dora_rl.transports.weights.settings import WeightTransportSettings
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -69,11 +70,12 @@ def expected() -> dict[str, dict[str, str]]:
         tables[name] = {
             key: shown(entry.get_default(call_default_factory=True))
             for key, entry in model.model_fields.items()
-            if key not in ("inline", "ray", "vllm")
+            if key not in ("inline", "ray", "vllm", "weights")
         }
     for name, model in {
         "model.lora": LoraSettings,
         "runtime.inline": LogicalTime,
+        "runtime.weights": WeightTransportSettings,
         "rollout.vllm": VllmSettings,
     }.items():
         tables[name] = {key: shown(entry.default) for key, entry in model.model_fields.items()}

@@ -20,7 +20,8 @@ TRAIN = {"learning_rate": 1e-6, "threads": 1, "publish_dtype": "bfloat16"}
 
 
 def inline(way: dict[str, Any], instances: int = 2) -> dict[str, Any]:
-    return {"kind": "inline", "instances": instances, "weights": way}
+    often = 0.01  # so that every step hears of what was sent before it
+    return {"kind": "inline", "instances": instances, "weights": way, "report_period_s": often}
 
 
 @pytest.fixture(scope="module")
