@@ -87,11 +87,12 @@ class Part:
         self.engine = FakeEngine(
             **{"slots": slots, "version_slots": 3, "clock": self.time} | engine
         )
+        self.weights = Versions(root)
         self.instance = RolloutInstance(
             name,
             0,
             self.engine,
-            Versions(root),
+            self.weights,
             RECORDS,
             RECORDS,
             KvDirectory(exchange),

@@ -79,6 +79,16 @@ def test_a_new_version_replaces_the_old(root: Path) -> None:
     assert not part.engine.load().versions
 
 
+def test_what_weights_took_is_reported_and_a_version_that_went_is_released(root: Path) -> None:
+    part = Part(root)
+    part.do(cm.Install(0, 0, 1, evict=0))
+    part.do(cm.Evict(0, 0, 1))
+    part.instance.report()
+    (used,) = [said for said in part.collect() if isinstance(said, ms.Used)]
+    assert (used.weights_sent_bytes, used.weights_whole_bytes) == (20, 200)
+    assert part.weights.released == [0, 1]
+
+
 @pytest.mark.parametrize("evict", [None, 0])
 @pytest.mark.parametrize("carry", [False, True])
 def test_a_failed_install_changes_nothing(root: Path, evict: int | None, carry: bool) -> None:
