@@ -142,6 +142,18 @@ def test_a_zlib_that_is_larger_than_it_says_is_not_unpacked() -> None:
         delta._inflated(memoryview(bomb), 16, "`d`")
 
 
+def test_an_element_beyond_the_block_is_refused() -> None:
+    block = torch.zeros(8).numpy().view("<u4")
+    for gap, step in ((7, 1), (8, 1), (200, 1)):
+        data = memoryview(bytes([gap, step]))
+        if gap < len(block):
+            delta._apply_block(block, [2, 1, 1, 1], data, "`d`")
+            continue
+        with pytest.raises(WeightsError, match=f"an element at {gap} of 8"):
+            delta._apply_block(block, [2, 1, 1, 1], data, "`d`")
+    assert block.tolist() == [0] * 7 + [2**32 - 1]
+
+
 def test_other_names_dtypes_or_shapes_have_no_delta() -> None:
     old = {"a": torch.zeros(64), "b": torch.zeros(64)}
     for other in (
