@@ -115,7 +115,7 @@ The sender and every receiver are processes of this machine; all receivers ask a
 random, in bfloat16; --changed of them move to the next number with every version, as at a learning
 rate of 1e-6. Publish is the write into the store and, with +delta, the comparison with the version
 before. Receive is until the last receiver has mapped the version and compared it with its digests.
-The default takes some twenty minutes on two cores, and 11 GB of disk.
+The default needs 11 GB of disk, and takes long on two cores.
 
 \b
 Examples:
