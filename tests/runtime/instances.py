@@ -39,7 +39,6 @@ def store(root: Path, versions: Sequence[Version]) -> Path:
     return root
 
 
-@dataclass
 class Versions:
     """A receiver of nothing: an engine without weights is given a name."""
 
@@ -60,6 +59,7 @@ class Versions:
         pass
 
 
+@dataclass
 class Time:
     now: float = 0.0
 

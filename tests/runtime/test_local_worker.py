@@ -1,6 +1,5 @@
 """The loop of a rollout worker, in a thread of this process: what it sends, when, and its end."""
 
-import json
 import socket
 import threading
 import time
@@ -19,8 +18,8 @@ from dora_rl.runtime.control import messages as ms
 from dora_rl.runtime.launchers.local import worker
 from dora_rl.runtime.launchers.local.channel import Channel, Gone
 from dora_rl.runtime.launchers.local.site import Site
-from dora_rl.transports.weights.shared_directory import WeightStore
 from tests.patience import PATIENCE_S
+from tests.runtime.instances import Versions, store
 
 PERIOD_S = 0.05
 
@@ -45,12 +44,9 @@ class SlowEngine(FakeEngine):
 @contextmanager
 def serving(engine: SlowEngine, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Channel]:
     """The driver's end of a worker with this engine, which has joined; at the end it has ended."""
-    store = WeightStore(root)
-    for version in (0, 1, 2):
-        store.path(version).mkdir(parents=True)
-        manifest = json.dumps({"digest": f"digest-{version}"})
-        (store.path(version) / "manifest.json").write_text(manifest)
+    weights = Versions(store(root, (0, 1, 2)))
     monkeypatch.setattr("dora_rl.runtime.workers.engines.make_engine", lambda *_: engine)
+    monkeypatch.setattr("dora_rl.transports.weights.registry.make_receiver", lambda *_: weights)
     ours, theirs = (Channel(end) for end in socket.socketpair())
     config = RunConfig.model_validate(
         {"model": {"path": "m"}, "runtime": {"report_period_s": PERIOD_S}}
