@@ -23,6 +23,7 @@ from dora_rl.runtime.control import messages as ms
 from dora_rl.runtime.control.memory import MB, Left, Watch, left, memory_watch, oom_kills
 from dora_rl.runtime.errors import RunFailed
 from dora_rl.runtime.execution import execute
+from dora_rl.runtime.launchers import wall_clock
 from dora_rl.runtime.launchers.local import launcher as local
 from dora_rl.runtime.launchers.local.processes import WorkerProcess
 from dora_rl.runtime.launchers.local.site import Site
@@ -372,7 +373,7 @@ def test_a_run_that_gets_short_of_memory_saves_and_goes_on_later(
         return Watch(bound_mb, read=read, every_s=0.0)  # a fast machine takes a step in 20 ms
 
     with monkeypatch.context() as patch:
-        patch.setattr(local, "Watch", watch)
+        patch.setattr(wall_clock, "Watch", watch)
         code = cli.main(["train", str(tmp_path / "config.toml")])
     said = capsys.readouterr().err.strip()
     assert code == 1, said
