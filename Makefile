@@ -16,8 +16,8 @@ TWO := -n 2 --dist worksteal
 # must not be switched off, as in many containers: every process would compile torch anew, for seconds.
 PIP_OPTIONS := --quiet --disable-pip-version-check --no-compile
 unexport PYTHONDONTWRITEBYTECODE
-# Handed out one at a time, and four at once: those that take long wait for much of it.
-LONG := -n 4 --dist load --maxschedchunk 1
+# Handed out one at a time, and three at once: those that take long wait for much of it.
+LONG := -n 3 --dist load --maxschedchunk 1
 # What has a fast path, or runs with one.
 PORTABLE := $(addprefix tests/,engines machine quickstart sandbox tasks) \
 	$(patsubst %,tests/models/test_%.py,cpu linear stacking) \
