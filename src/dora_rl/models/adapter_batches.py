@@ -111,13 +111,13 @@ def stack_adapters(versions: Sequence[AdapterWeights]) -> AdapterStack | None:
 
 def _shapes(weights: AdapterWeights) -> object:
     """Of all its matrices; None of those that are exact."""
-    deltas = [(name, delta) for layer in weights.layers for name, delta in layer.items()]
-    if any(not isinstance(delta, Plain) for _, delta in deltas):
-        return None
-    return [
-        (name, plain.down_IA.shape, [(c, r, up.shape) for c, r, up in plain.ups])
-        for name, plain in ((name, _plain(delta)) for name, delta in deltas)
-    ]
+    shapes = []
+    for name, delta in (item for layer in weights.layers for item in layer.items()):
+        if not isinstance(delta, Plain):
+            return None
+        ups = [(columns, rank, up_AO.shape) for columns, rank, up_AO in delta.ups]
+        shapes.append((name, delta.down_IA.shape, ups))
+    return shapes
 
 
 def _plain(delta: Delta) -> Plain:
