@@ -15,6 +15,7 @@ from dora_rl.models.linear import Layout
 from dora_rl.transports.weights.shared_directory import WeightStore
 from dora_rl.weights.errors import WeightsError
 from tests.engines.random_versions import AdapterModels, Models, logprobs_of
+from tests.models.kernels import needs_kernels
 
 SAMPLING = Sampling(max_tokens=8, ignore_eos=True, raw_logprobs=True)
 VERSIONS = (0, 1, 2)
@@ -42,8 +43,13 @@ def engine_of(models: Models, **settings: Any) -> EmbeddedEngine:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"layout": Layout.MAPPED}, {"deterministic": True}],
-    ids=["packed", "mapped", "exact"],
+    [
+        {"layout": Layout.PACKED},
+        {"layout": Layout.MAPPED},
+        pytest.param({"native_kernels": True}, marks=needs_kernels),
+        {"deterministic": True},
+    ],
+    ids=["packed", "mapped", "native", "exact"],
 )
 @pytest.mark.parametrize("kind", [AdapterModels, SomeTargets])
 @pytest.mark.parametrize("joined", [0, 1 << 20], ids=["apart", "joined"])

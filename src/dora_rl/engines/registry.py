@@ -34,6 +34,7 @@ class EngineOptions:
     kv_dtype: str
     prefill_chunk: int
     deterministic: bool
+    native_kernels: bool | None = None
     device: str = "auto"
     lora_rank: int | None = None
     """Versions are LoRA adapters of this rank, of the weights in `model`."""

@@ -65,6 +65,12 @@ FAST_PATHS = {
         tried_by="machine.cgroups:cgroup_limits",
         fix="cgroups, as Linux has them",
     ),
+    "native-kernels": FastPath(
+        gives="a pass of the embedded engine is one call of kernels compiled for this processor",
+        otherwise="a pass is some hundred operations of torch",
+        tried_by="models.native.products:native_kernels",
+        fix="a C compiler: cc, gcc or clang, or the one that CC names",
+    ),
     "amx": FastPath(
         gives="bf16 products by the processor's matrix unit",
         otherwise="products by vector instructions",

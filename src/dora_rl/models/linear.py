@@ -6,6 +6,7 @@ Activations are fp32 everywhere; a form decides for itself in which precision it
              slices of the weights are converted on their way
     packed   an fp32 copy for many rows and, for bf16 weights, an oneDNN-ordered bf16 copy for
              few: reading half the bytes wins while the product is bound by memory
+    native   a copy in panels, for passes that are one call of our own kernels: see `models.native`
     tiled    an fp32 copy, always multiplied in tiles of the same number of rows, filled up with
              zeros to whole cache lines, so that a row's result depends neither on how many
              others there are nor on its place among them
@@ -36,6 +37,7 @@ _TRIAL_SHAPE = (576, 3072)  # inputs and outputs of the trials: the widest produ
 class Layout(StrEnum):
     MAPPED = "mapped"
     PACKED = "packed"
+    NATIVE = "native"
     TILED = "tiled"
 
 
@@ -128,6 +130,8 @@ def make_linear(
             return Packed(weights_OI, biases_O, narrow_rows if bf16 else 0)
         case Layout.TILED:
             return Tiled(weights_OI, biases_O)
+        case Layout.NATIVE:
+            raise AssertionError("native weights are a whole decoder's")
 
 
 @fast_path("onednn-order")

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from dora_rl import extras
 from dora_rl.core.protocol.errors import DoraError, UserError
+from dora_rl.machine.user_cache import user_cache
 
 Progress = Callable[[str], object]
 
@@ -141,15 +142,12 @@ def find(name: str, dtype: str = "bfloat16") -> Path:
 
 def place(name: str, dtype: str = "bfloat16") -> Path:
     """Where a packaged model is kept unless the user says otherwise."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not cache.is_absolute():  # also when unset; a relative one is invalid, says its standard
-        try:
-            cache = Path.home() / ".cache"
-        except RuntimeError:
-            raise UserError(
-                "there is no home directory to keep models in. Set HOME or XDG_CACHE_HOME."
-            ) from None
-    return cache / "dora-rl" / "models" / f"{name}-{dtype}"
+    try:
+        return user_cache() / "models" / f"{name}-{dtype}"
+    except RuntimeError:
+        raise UserError(
+            "there is no home directory to keep models in. Set HOME or XDG_CACHE_HOME."
+        ) from None
 
 
 def tensor_digest(path: Path) -> str:

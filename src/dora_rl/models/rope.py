@@ -81,6 +81,11 @@ class RopeTable:
             self._reach(int(positions_N.max()))
         return self._cos_PE.index_select(0, positions_N), self._sin_PE.index_select(0, positions_N)
 
+    def tables(self, position: int) -> tuple[Tensor, Tensor]:
+        """Of all positions up to this one, and maybe more: [P, head_dim // 2] each."""
+        self._reach(position)
+        return self._cos_PE, self._sin_PE
+
     def _reach(self, position: int) -> None:
         rows = len(self._cos_PE)
         if position < rows:

@@ -12,11 +12,16 @@ from dora_rl.engines.embedded import EmbeddedEngine, EngineSettings, versions
 from tests.engines.contract import Harness
 from tests.engines.random_versions import Models
 
+# What brings weights into the form of torch's products, and into that of the native kernels.
+_FULL, _ADAPTERS = ("build", "NativeDecoder"), ("build_adapter", "NativeAdapter")
+
 
 class EmbeddedHarness(Harness):
     kv_unit = 4
 
-    def __init__(self, models: Models, *, deterministic: bool = True) -> None:
+    def __init__(
+        self, models: Models, *, deterministic: bool = True, native_kernels: bool | None = None
+    ) -> None:
         super().__init__()
         self.models = models
         self.vocab_size = models.config.vocab_size
@@ -25,6 +30,7 @@ class EmbeddedHarness(Harness):
         self.exact = deterministic
         self.tolerance = 0.0 if deterministic else 1e-4
         self._deterministic = deterministic
+        self._native_kernels = native_kernels
 
     def _make(self, *, deterministic: bool, **settings: Any) -> Engine:
         return EmbeddedEngine(
@@ -32,6 +38,7 @@ class EmbeddedHarness(Harness):
             EngineSettings(
                 block_tokens=self.kv_unit,
                 deterministic=deterministic and self._deterministic,
+                native_kernels=self._native_kernels,
                 **{"kv_budget_tokens": 1024, **settings},
             ),
             self.models.tokenizer,
@@ -52,11 +59,13 @@ class EmbeddedHarness(Harness):
 
     def fail_load(self, engine: Engine, error: type[Exception] = RuntimeError) -> None:
         """The next version finds no memory when its weights are brought into their form."""
-        name = "build" if self.models.base is None else "build_adapter"
-        plain = getattr(versions, name)
+        names = _FULL if self.models.base is None else _ADAPTERS
+        plain = {name: getattr(versions, name) for name in names}
 
         def fail(*_: object, **__: object) -> None:
-            setattr(versions, name, plain)
+            for name, was in plain.items():
+                setattr(versions, name, was)
             raise error("asked not to load by a test")
 
-        setattr(versions, name, fail)
+        for name in names:
+            setattr(versions, name, fail)

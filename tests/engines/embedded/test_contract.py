@@ -8,6 +8,7 @@ import pytest
 from tests.engines.contract import EngineContract, FailureContract, Harness, StopStringContract
 from tests.engines.embedded.harness import EmbeddedHarness
 from tests.engines.random_versions import AdapterModels, Models
+from tests.models.kernels import needs_kernels
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,15 @@ class TestDeterministic(EngineContract, StopStringContract, FailureContract):
 class TestNormal(EngineContract, StopStringContract, FailureContract):
     @pytest.fixture
     def harness(self, models: Models) -> Iterator[Harness]:
-        with EmbeddedHarness(models, deterministic=False) as made:
+        with EmbeddedHarness(models, deterministic=False, native_kernels=False) as made:
+            yield made
+
+
+@needs_kernels
+class TestNative(EngineContract, StopStringContract, FailureContract):
+    @pytest.fixture
+    def harness(self, models: Models) -> Iterator[Harness]:
+        with EmbeddedHarness(models, native_kernels=True) as made:
             yield made
 
 
@@ -39,7 +48,14 @@ class TestNormal(EngineContract, StopStringContract, FailureContract):
 class TestAdapters(EngineContract, StopStringContract, FailureContract):
     """Versions that are LoRA adapters of one base."""
 
-    @pytest.fixture(params=[True, False], ids=["deterministic", "normal"])
+    @pytest.fixture(
+        params=[
+            pytest.param((True, False), id="deterministic"),
+            pytest.param((False, False), id="normal"),
+            pytest.param((True, True), id="native", marks=needs_kernels),
+        ]
+    )
     def harness(self, adapters: Models, request: pytest.FixtureRequest) -> Iterator[Harness]:
-        with EmbeddedHarness(adapters, deterministic=request.param) as made:
+        exact, native = request.param
+        with EmbeddedHarness(adapters, deterministic=exact, native_kernels=native) as made:
             yield made

@@ -1,7 +1,8 @@
 """The deterministic mode is exact for every shape of a model, or refuses it by name."""
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from dora_rl.models.linear import Layout, Tiled, make_linear
 from tests.engines.driving import OLD, ask
 from tests.engines.embedded.harness import EmbeddedHarness
 from tests.engines.random_versions import Models
+from tests.models.kernels import needs_kernels
 
 
 class Shape(NamedTuple):
@@ -102,6 +104,35 @@ def test_alone_together_and_in_chunks_are_the_same_bits(shape: Shape) -> None:
         assert generate(models, shape, slots=1, prefill_chunk=1) == alone
 
 
+@needs_kernels
+@hypothesis_settings(max_examples=15)
+@given(shapes, st.sampled_from(["float32", "bfloat16"]))
+@example(Shape("llama", 3, 3, 32, 12, 60, 32), "float32")
+@example(Shape("qwen3", 1, 7, 64, 5, 33, 16), "bfloat16")
+def test_so_are_those_of_the_native_kernels(shape: Shape, kv_dtype: str) -> None:
+    with tempfile.TemporaryDirectory() as root:
+        models = shape.models(Path(root))
+        fixed: dict[str, Any] = {"native_kernels": True, "kv_dtype": kv_dtype}
+        alone = generate(models, shape, slots=1, **fixed)
+        assert generate(models, shape, slots=5, **fixed) == alone
+        assert generate(models, shape, slots=5, prefill_chunk=3, **fixed) == alone
+        with threads(3):
+            assert generate(models, shape, slots=1, prefill_chunk=1, **fixed) == alone
+        for block_tokens in {1, 5, 16, 32} - {shape.block_tokens}:
+            other = shape._replace(block_tokens=block_tokens)
+            assert generate(models, other, slots=5, **fixed) == alone
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def noise(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
@@ -117,20 +148,16 @@ def test_a_row_of_a_product_is_the_same_in_every_place(
     assert torch.equal(out, linear(x).expand_as(out))
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_activations_are_the_same_in_every_place(threads: int) -> None:
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_activations_are_the_same_in_every_place(count: int) -> None:
     """Threads share out the numbers, and not by rows."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with threads(count):
         for width in (777, 1000, 1001):
             gate_up = 3 * noise(301, 2 * width)
             rows = [_gated_exactly(*row.chunk(2, -1)) for row in gate_up.split(1)]
             together = _gated_exactly(*gate_up.chunk(2, -1))
             assert torch.equal(together, torch.cat(rows))
             torch.testing.assert_close(together, _gated(*gate_up.chunk(2, -1)))
-    finally:
-        torch.set_num_threads(before)
 
 
 # Where a library rounds rows by their places

@@ -14,6 +14,7 @@ from dora_rl.engines.embedded import EmbeddedEngine, EngineSettings
 from dora_rl.models.linear import Layout
 from dora_rl.models.packaged import find
 from dora_rl.transports.weights.shared_directory import WeightStore
+from tests.models.kernels import needs_kernels
 from tests.models.random_models import model_shapes, random_model
 
 FP32 = 1e-4
@@ -74,7 +75,7 @@ def sampling(**overrides: Any) -> Sampling:
     seed=st.integers(0, 1000),
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=4),
     chunk=st.sampled_from([3, 16, 512]),
-    layout=st.sampled_from([None, *Layout]),
+    layout=st.sampled_from([None, Layout.MAPPED, Layout.PACKED, Layout.TILED]),
     deterministic=st.booleans(),
 )
 @pytest.mark.slow
@@ -166,10 +167,18 @@ def test_after_parking_for_room(small: Checked) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("layout", [Layout.PACKED, Layout.MAPPED])
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"layout": Layout.PACKED},
+        {"layout": Layout.MAPPED},
+        pytest.param({"native_kernels": True}, marks=needs_kernels),
+    ],
+    ids=["packed", "mapped", "native"],
+)
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
 def test_bf16_is_as_close_as_bf16_allows(
-    family: str, layout: Layout, kv_dtype: str, tmp_path: Path
+    family: str, form: dict[str, Any], kv_dtype: str, tmp_path: Path
 ) -> None:
     # Tame weights: with large ones bf16 has no meaningful bound at all.
     model = random_model(family, seed=3, dtype="bfloat16")
@@ -177,7 +186,7 @@ def test_bf16_is_as_close_as_bf16_allows(
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(0.5)
-    checked = Checked(model, tmp_path, layout=layout, kv_dtype=kv_dtype)
+    checked = Checked(model, tmp_path, kv_dtype=kv_dtype, **form)
     tokens: dict[int, list[int]] = {i: [] for i in range(6)}
     for i in tokens:
         checked.engine.submit(Request(i, 0, PROMPT[: 5 + i], sampling(), seed=2))

@@ -6,6 +6,7 @@ from dora_rl.engines.base import Request, Sampled, Sampling
 from dora_rl.engines.embedded import EmbeddedEngine, EngineSettings
 from dora_rl.engines.embedded import versions as module
 from dora_rl.machine.fast_paths import Trial
+from dora_rl.models.linear import Layout
 from tests.engines.random_versions import Models
 
 SAMPLING = Sampling(max_tokens=8, ignore_eos=True)
@@ -26,9 +27,11 @@ def run(
     models: Models, counts: dict[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[dict, int]:
     """Tokens and log-probabilities of each trajectory, and the steps that were stacked."""
-    engine = EmbeddedEngine(models.config, EngineSettings(slots=32, block_tokens=8))
+    engine = EmbeddedEngine(
+        models.config, EngineSettings(slots=32, block_tokens=8, layout=Layout.PACKED)
+    )
     stacked = 0
-    find = engine._forwarder._stack_for
+    find = engine._by_torch._stack_for
 
     def counting(sequences: list) -> object:
         nonlocal stacked
@@ -36,7 +39,7 @@ def run(
         stacked += found is not None
         return found
 
-    monkeypatch.setattr(engine._forwarder, "_stack_for", counting)
+    monkeypatch.setattr(engine._by_torch, "_stack_for", counting)
     for version in counts:
         engine.install(version, models.path(version))
     for version, count in counts.items():

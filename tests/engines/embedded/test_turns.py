@@ -39,13 +39,14 @@ def embedded(drive: Drive) -> EmbeddedEngine:
 def count_reads(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tokens each pass reads, besides those that are fed to sample the next."""
     counts: list[int] = []
-    read = engine._forwarder.read
+    forwarder = engine._forwarder()
+    read = forwarder.read
 
     def counting(chunks: list[Chunk]) -> None:
         counts.append(sum(chunk.count for chunk in chunks))
         read(chunks)
 
-    monkeypatch.setattr(engine._forwarder, "read", counting)
+    monkeypatch.setattr(forwarder, "read", counting)
     return counts
 
 

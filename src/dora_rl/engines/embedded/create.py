@@ -13,5 +13,6 @@ def create(options: EngineOptions) -> EmbeddedEngine:
         kv_dtype=options.kv_dtype,
         prefill_chunk=options.prefill_chunk,
         deterministic=options.deterministic,
+        native_kernels=options.native_kernels,
     )
     return EmbeddedEngine.for_model(options.model, settings, lora=options.lora_rank is not None)

@@ -25,8 +25,9 @@ from dora_rl.engines.base import (
     check_extension,
 )
 from dora_rl.engines.embedded import moving
-from dora_rl.engines.embedded.forwarding import Chunk, Forwarder
+from dora_rl.engines.embedded.forwarding import Chunk, Forwarder, TorchForwarder
 from dora_rl.engines.embedded.kv import KvPool
+from dora_rl.engines.embedded.native_forwarding import NativeForwarder
 from dora_rl.engines.embedded.sampler import Draw, SamplingPlan, sample
 from dora_rl.engines.embedded.scheduler import Scheduler
 from dora_rl.engines.embedded.sequences import Prompt, Sequence, Stage
@@ -79,7 +80,8 @@ class EmbeddedEngine:
         if base is not None:
             with torch.inference_mode():
                 self._versions = AdapterVersions(base, config, self.settings)
-        self._forwarder = Forwarder(config, self._versions, self._pool, exact=exact)
+        self._by_torch = TorchForwarder(config, self._versions, self._pool, exact=exact)
+        self._native: NativeForwarder | None = None
         self._version_slots = VersionSlots(self.settings.version_slots)
         self._stops: dict[TrajectoryId, StopStrings] = {}
         self._plan: tuple[list[Sampling], SamplingPlan] | None = None
@@ -202,7 +204,7 @@ class EmbeddedEngine:
         with torch.inference_mode():
             outputs = self._scheduler.schedule()
             if chunks := self._next_chunks():
-                self._forwarder.read(chunks)
+                self._forwarder().read(chunks)
             ready = [s for s in self._scheduler.running.values() if s.ready]
             if ready:
                 ready.sort(key=lambda s: s.version)
@@ -260,13 +262,21 @@ class EmbeddedEngine:
                 left -= count
         return chunks
 
+    def _forwarder(self) -> Forwarder:
+        """By the form of the weights that are here."""
+        if not self._versions.native:
+            return self._by_torch
+        if self._native is None:
+            self._native = NativeForwarder(self.config, self._versions, self._pool)
+        return self._native
+
     def _draw(self, sequences: list[Sequence]) -> Draw:
         plan = self._sampling_plan(sequences)
         noise = [uniform(s.request.seed, s.id, len(s.own) - 1) for s in sequences]
-        draw = sample(self._forwarder.next_logits(sequences), plan, noise)
-        if not all(draw.finite):
+        draw = sample(self._forwarder().next_logits(sequences), plan, noise)
+        if not all(draw.finite) and not self._versions.native:
             # One row's NaN may have reached the others: again, with every row by itself.
-            logits = self._forwarder.next_logits(sequences, exact=True)
+            logits = self._forwarder().next_logits(sequences, exact=True)
             draw = sample(logits, plan, noise)
         return draw
 

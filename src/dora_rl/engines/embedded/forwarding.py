@@ -9,7 +9,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Series
 from dataclasses import dataclass
 from itertools import chain
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -58,8 +58,23 @@ class _Stacking:
         return x_R.new_zeros(self.span.stop, *x_R.shape[1:]).index_copy_(0, self.at_R, x_R)
 
 
-class Forwarder:
+class Forwarder(Protocol):
     """Runs rows through the weights of the live versions, over one pool."""
+
+    def read(self, chunks: Series[Chunk]) -> None:
+        """Compute the KV of these chunks."""
+
+    def next_logits(self, sequences: Series[Sequence], *, exact: bool = False) -> Tensor:
+        """Feed the last token of each; the logits of the next, in the order given.
+
+        The sequences must stand by version, and have all but their last token cached; that one
+        counts as cached when the caller says so. With `exact` no row can touch another, not even
+        by NaN.
+        """
+
+
+class TorchForwarder:
+    """By torch's operations."""
 
     def __init__(
         self, config: ModelConfig, versions: Versions, pool: KvPool, *, exact: bool
@@ -72,7 +87,6 @@ class Forwarder:
         self._versions = versions
 
     def read(self, chunks: Series[Chunk]) -> None:
-        """Compute the KV of these chunks."""
         chunks = sorted(chunks, key=lambda chunk: chunk.version)
         rows = [(chunk, index) for chunk in chunks for index in range(chunk.count)]
         if self._exact:
@@ -92,12 +106,6 @@ class Forwarder:
             chunk.line.kv.tokens += chunk.count
 
     def next_logits(self, sequences: Series[Sequence], *, exact: bool = False) -> Tensor:
-        """Feed the last token of each; the logits of the next, in the order given.
-
-        The sequences must stand by version, and have all but their last token cached; that one
-        counts as cached when the caller says so. With `exact` no row can touch another, not even
-        by NaN.
-        """
         spans = self._versions.spans([(sequence.version, 1) for sequence in sequences])
         stacking = None if self._exact or exact else self._stack_for(sequences)
         own = [self._reads_of_own(row, s, 1) for row, s in enumerate(sequences)]

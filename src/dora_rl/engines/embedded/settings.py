@@ -7,8 +7,11 @@ from dora_rl.engines import kv_room
 from dora_rl.machine import cgroups
 from dora_rl.models.config import ModelConfig
 from dora_rl.models.linear import Layout
+from dora_rl.models.native.library import why_unavailable
+from dora_rl.models.native.products import native_kernels
 
-_PACKED_SHARE_OF_MEMORY = 0.25
+_OF_TORCH = (Layout.MAPPED, Layout.PACKED, Layout.TILED)
+_SHARE_OF_MEMORY = 0.25  # that copies of the weights may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +24,11 @@ class EngineSettings:
     kv_dtype: str = "float32"
     block_tokens: int = kv_room.BLOCK_TOKENS
     prefill_chunk: int = 512  # prompt tokens read in one step, at most
-    layout: Layout | None = None  # form of the weights; None: packed where memory allows
-    deterministic: bool = False  # bit-exact whatever the batch; slower
+    layout: Layout | None = None  # form of the weights; None: the fastest that fits
+    deterministic: bool = False  # bit-exact whatever the batch; slower by torch
+    # By the kernels of `models.native`. None: where they are faster, and not in the deterministic
+    # mode, which must not depend on what a trial finds.
+    native_kernels: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("slots", "version_slots", "block_tokens", "prefill_chunk"):
@@ -35,9 +41,14 @@ class EngineSettings:
                 f"rollout.kv_budget_tokens must hold at least one block of "
                 f"{self.block_tokens} tokens: `{budget}`."
             )
-        if self.layout is not None and not isinstance(self.layout, Layout):
+        if self.layout is not None and self.layout not in _OF_TORCH:
             raise SettingsError(
-                f"rollout.layout must be one of {', '.join(Layout)}: `{self.layout}`."
+                f"rollout.layout must be one of {', '.join(_OF_TORCH)}: `{self.layout}`."
+            )
+        if self.layout is not None and self.native_kernels:
+            raise SettingsError(
+                f"rollout.layout must be left out with rollout.native_kernels, which have their "
+                f"own: `{self.layout}`."
             )
         if self.kv_dtype not in ("float32", "bfloat16"):
             raise SettingsError(f"rollout.kv_dtype must be float32 or bfloat16: `{self.kv_dtype}`.")
@@ -58,13 +69,23 @@ class EngineSettings:
 
     def layout_for(self, weights_bytes: int, copies: int) -> Layout:
         """The form of the weights, for so many sets of them of this size."""
-        if self.deterministic:
-            return Layout.TILED
+        if self.native_kernels:
+            _check_native()
+            return Layout.NATIVE
         if self.layout is not None:
             return self.layout
-        packed = 3 * weights_bytes * copies
-        return (
-            Layout.PACKED
-            if packed <= cgroups.usable_memory() * _PACKED_SHARE_OF_MEMORY
-            else Layout.MAPPED
+        if self.deterministic:
+            return Layout.TILED
+        room = cgroups.usable_memory() * _SHARE_OF_MEMORY
+        fits = self.native_kernels is None and weights_bytes * copies <= room
+        if fits and native_kernels().in_force:
+            return Layout.NATIVE
+        return Layout.PACKED if 3 * weights_bytes * copies <= room else Layout.MAPPED
+
+
+def _check_native() -> None:
+    if reason := why_unavailable():
+        raise SettingsError(
+            f"rollout.native_kernels cannot be `true` on this machine: {reason}. Set it to false, "
+            "or leave it out for the fastest that there is."
         )

@@ -2,13 +2,16 @@
 
 full       every version has a decoder of its own; rows of small ones are stepped together
 adapters   one base for all rows, and what the adapter of each version adds to its own
+
+Where the native kernels are in force, either has their weights instead: a pass of those takes the
+rows of all versions in one call.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -21,10 +24,14 @@ from dora_rl.models.adapters import AdapterWeights, build_adapter
 from dora_rl.models.config import ModelConfig
 from dora_rl.models.decoder import Decoder, RowSpan, build
 from dora_rl.models.linear import Layout, onednn_order
+from dora_rl.models.native.passes import RowWeights
+from dora_rl.models.native.weights import NativeAdapter, NativeDecoder
 from dora_rl.models.stacking import stack, stacked_steps
 from dora_rl.weights.huggingface import map_model
 from dora_rl.weights.loading import LoadedWeights
 from dora_rl.weights.tensors import weights_digest
+
+Found = TypeVar("Found")
 
 # A version up to this size is stepped together with the others: see docs/engine.md.
 _STACKED_BYTES = 32 << 20
@@ -52,6 +59,13 @@ class Versions(Protocol):
     def stacked(self) -> tuple[list[Version], Decoder] | None:
         """All of them as one decoder, where a step is bound by the number of operations."""
 
+    @property
+    def native(self) -> bool:
+        """Whether the weights are those of the native kernels: then `row_weights`, else `spans`."""
+
+    def row_weights(self, rows: Sequence[tuple[Version, int]]) -> RowWeights:
+        """What `spans` are to torch, for the native kernels."""
+
 
 class FullVersions:
     """Every version a full set of weights."""
@@ -62,9 +76,16 @@ class FullVersions:
         self._config = config
         self._settings = settings
         self._decoders: dict[Version, Decoder] = {}
+        self._natives: dict[Version, NativeDecoder] = {}
+        self._row_weights = _Latest[RowWeights]()
+        self._layout: Layout | None = None  # of all, by the size of the first
         self._tried = False  # whether products are exact here
         self._small = False  # so that a step is bound by the number of operations
         self.stacked: tuple[list[Version], Decoder] | None = None
+
+    @property
+    def native(self) -> bool:
+        return self._layout is Layout.NATIVE
 
     def check(self, directory: Path, weights: LoadedWeights) -> None:
         check_adapter(self._config, None, directory, weights)
@@ -72,7 +93,12 @@ class FullVersions:
 
     def load(self, version: Version, weights: LoadedWeights) -> None:
         nbytes = sum(tensor.nbytes for tensor in weights.tensors.values())
-        layout = self._settings.layout_for(nbytes, self._settings.version_slots)
+        if self._layout is None:
+            self._layout = self._settings.layout_for(nbytes, self._settings.version_slots)
+        layout = self._layout
+        if self.native:
+            self._natives[version] = NativeDecoder(self._config, weights.tensors)
+            return
         try:
             decoder = build_decoder(self._config, weights.tensors, layout)
             if self._settings.deterministic and not self._tried:  # the others have its shapes
@@ -87,11 +113,19 @@ class FullVersions:
             raise
 
     def drop(self, version: Version) -> None:
+        self._row_weights.forget()  # they may hold what is gone
+        self._natives.pop(version, None)
         if self._decoders.pop(version, None) is not None:
             self._restack()
 
     def spans(self, rows: Sequence[tuple[Version, int]]) -> list[RowSpan]:
         return [RowSpan(self._decoders[version], *place) for version, place in runs(rows)]
+
+    def row_weights(self, rows: Sequence[tuple[Version, int]]) -> RowWeights:
+        return self._row_weights.get(
+            rows,
+            lambda: RowWeights([(self._natives[v], *place) for v, place in runs(rows)]),
+        )
 
     def _restack(self) -> None:
         self.stacked = None  # what it held may be gone, and its memory is needed
@@ -111,12 +145,18 @@ class AdapterVersions:
         self._digest = weights_digest(files)
         self._config = config
         self._layout = settings.layout_for(sum(tensor.nbytes for tensor in base.values()), 1)
-        self._base = build_decoder(config, base, self._layout)
+        self.native = self._layout is Layout.NATIVE
+        if self.native:
+            self._native_base = NativeDecoder(config, base)
+        else:
+            self._base = build_decoder(config, base, self._layout)
         self._block_tokens = settings.block_tokens
         self._tried = not settings.deterministic
         self._adapters: dict[Version, AdapterWeights] = {}
+        self._natives: dict[Version, NativeAdapter] = {}
         self._stack: AdapterStack | None = None
-        self._last: tuple[list[tuple[Version, int]], list[RowSpan]] | None = None
+        self._spans = _Latest[list[RowSpan]]()
+        self._row_weights = _Latest[RowWeights]()
 
     def check(self, directory: Path, weights: LoadedWeights) -> None:
         check_adapter(self._config, self._digest, directory, weights)
@@ -124,6 +164,9 @@ class AdapterVersions:
     def load(self, version: Version, weights: LoadedWeights) -> None:
         adapter = weights.manifest.adapter
         assert adapter is not None, "checked before"
+        if self.native:
+            self._natives[version] = NativeAdapter(self._config, adapter, weights.tensors)
+            return
         built = build_adapter(self._config, adapter, weights.tensors, self._layout)
         if not self._tried:  # with numbers: the first version's B is zero
             noise = torch.Generator().manual_seed(0)
@@ -139,21 +182,46 @@ class AdapterVersions:
             raise
 
     def drop(self, version: Version) -> None:
+        self._row_weights.forget()  # they may hold what is gone
+        self._natives.pop(version, None)
         if self._adapters.pop(version, None) is not None:
             self._restack()
 
     def spans(self, rows: Sequence[tuple[Version, int]]) -> list[RowSpan]:
-        asked = list(rows)
-        if self._last is None or self._last[0] != asked:  # most steps have the rows of the last
+        def adapted_rows() -> list[RowSpan]:
             of = [AdapterSpan(self._adapters[version], *place) for version, place in runs(rows)]
-            together = adapted(self._base, of, self._stack)
-            self._last = asked, [RowSpan(together, 0, of[-1].stop)]
-        return self._last[1]
+            return [RowSpan(adapted(self._base, of, self._stack), 0, of[-1].stop)]
+
+        return self._spans.get(rows, adapted_rows)
+
+    def row_weights(self, rows: Sequence[tuple[Version, int]]) -> RowWeights:
+        def adapted_rows() -> RowWeights:
+            of = [(self._natives[version], *place) for version, place in runs(rows)]
+            return RowWeights([(self._native_base, 0, of[-1][2])], of)
+
+        return self._row_weights.get(rows, adapted_rows)
 
     def _restack(self) -> None:
-        self._last = self._stack = None  # what they held may be gone, and its memory is needed
+        self._stack = None  # what they held may be gone, and its memory is needed
+        self._spans.forget()
         if len(self._adapters) > 1 and stacked_steps().in_force:
             self._stack = stack_adapters(list(self._adapters.values()))
+
+
+class _Latest(Generic[Found]):
+    """What was found for the latest rows: most steps have the rows of the one before."""
+
+    def __init__(self) -> None:
+        self._known: tuple[list[tuple[Version, int]], Found] | None = None
+
+    def get(self, rows: Sequence[tuple[Version, int]], find: Callable[[], Found]) -> Found:
+        asked = list(rows)
+        if self._known is None or self._known[0] != asked:
+            self._known = asked, find()
+        return self._known[1]
+
+    def forget(self) -> None:
+        self._known = None
 
 
 def _with(base: Decoder, adapter: AdapterWeights) -> Decoder:
