@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -23,7 +24,8 @@ from dora_rl.core.audit.invariants import violations
 from dora_rl.core.history.journal import JournalWriter
 from dora_rl.core.orchestrator import Orchestrator
 from dora_rl.core.protocol.errors import DoraError
-from dora_rl.core.protocol.settings import OnFailedMember, ParadigmName, Settings
+from dora_rl.core.protocol.paradigms import PARADIGMS
+from dora_rl.core.protocol.settings import Elastic, OnFailedMember, ParadigmName, Settings
 from dora_rl.simulator.cost_parameters import Efficiency, Model
 from dora_rl.simulator.distributions import Constant, LogNormal, Uniform
 from dora_rl.simulator.faults import FaultParams
@@ -48,11 +50,30 @@ class Storm:
         rng = Random(f"soak/{seed}")
         self.settings = _settings(rng)
         self.params = _params(rng, self.settings)
+        self._lend(Random(f"soak/elastic/{seed}"))
         self.workload = _workload(rng)
         self.orchestrator = Orchestrator(self.settings)
         self.audit = Audit(self.settings)
         self.lines: list[str] = []
         self.events = 0
+
+    def _lend(self, rng: Random) -> None:
+        """In a share of the seeds; from draws of its own, so that the others stay as they were."""
+        if not PARADIGMS[self.settings.paradigm].lends or rng.random() < 0.5:
+            return
+        self.settings = replace(
+            self.settings,
+            elastic=rng.choice((Elastic.ROLLOUT, Elastic.BOTH)),
+            elastic_gain=rng.choice((1.0, 2.0)),
+            switch_estimate_s=rng.choice((0.0, 5.0, 60.0)),
+        )
+        switch_s = rng.choice((0.0, 1.0, 10.0))
+        self.params = self.params.model_copy(
+            update={
+                "elastic_instances": rng.randint(1, 4),
+                "efficiency": self.params.efficiency.model_copy(update={"switch_s": switch_s}),
+            }
+        )
 
     def run(self) -> tuple[int, Counter[str]]:
         """Events handled and faults injected; raises on any violation."""
@@ -82,6 +103,11 @@ class Storm:
             raise Violation(f"{report.outstanding} trajectories outstanding after a good end")
         faults = Counter(fault.kind for fault in world.faults.log)
         faults["runs given up"] = not outcome.ok
+        lending = self.orchestrator.state.lending
+        switches = world.facts.switches
+        if lending is not None and not switches <= _most_switches(world, self.settings):
+            raise Violation(f"{switches} switches in {world.trainer.steps} steps")
+        faults["switches of roles"] = switches
         return self.events, faults
 
     def _check(self, *, thorough: bool = False) -> None:
@@ -94,6 +120,15 @@ class Storm:
             report = self.audit.report()
             if not report.ok:
                 raise Violation("\n".join(report.summary()))
+
+
+def _most_switches(world: World, settings: Settings) -> int:
+    """Two a loan, one loan a step and direction (`policy.lending`)."""
+    loans = world.trainer.steps + 1
+    instances = world.params.elastic_instances
+    if settings.elastic is Elastic.BOTH:
+        instances += world.params.instances
+    return 2 * loans * instances
 
 
 def _settings(rng: Random) -> Settings:

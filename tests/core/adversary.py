@@ -27,6 +27,8 @@ class Engine:
     """The truth about one incarnation of an instance."""
 
     incarnation: int
+    elastic: bool = False
+    asleep: bool = False
     versions: set[int] = field(default_factory=set)
     running: dict[int, "Run"] = field(default_factory=dict)
     parked: dict[int, "Run"] = field(default_factory=dict)
@@ -69,6 +71,8 @@ class Adversary:
         self.failed: dict[int, str] = {}
         self.halted: cm.Halt | None = None
         self.deleted: set[int] = set()
+        self.training = False
+        self.woken = 0
 
     def send(self, event: ev.Event) -> list[cm.Command]:
         commands = self.core.handle(self.now, event)
@@ -81,13 +85,20 @@ class Adversary:
 
     # What the driver may do
 
-    def join(self, name: int, slots: int = 4, kv: int = 10_000, version_slots: int = 1) -> None:
+    def join(
+        self,
+        name: int,
+        slots: int = 4,
+        kv: int = 10_000,
+        version_slots: int = 1,
+        elastic: bool = False,
+    ) -> None:
         if name in self.engines:
             return
         incarnation = self.incarnations.get(name, -1) + 1
         self.incarnations[name] = incarnation
-        self.engines[name] = Engine(incarnation)
-        self.send(ev.InstanceJoined(name, incarnation, slots, kv, version_slots))
+        self.engines[name] = Engine(incarnation, elastic, asleep=elastic)
+        self.send(ev.InstanceJoined(name, incarnation, slots, kv, version_slots, elastic))
 
     def crash(self, name: int, *, noticed: bool = True) -> None:
         engine = self.engines.pop(name, None)
@@ -183,6 +194,7 @@ class Adversary:
         if engine is None:
             return
         assert c.version not in self.deleted
+        assert not engine.asleep, f"{c}, but training has the devices"
         engine.versions.discard(-1 if c.evict is None else c.evict)
         engine.versions.add(c.version)
         for run in engine.running.values():
@@ -200,6 +212,23 @@ class Adversary:
         if engine is not None:
             engine.versions.discard(c.version)
             self.pool.append(ev.VersionEvicted(c.instance, c.incarnation, c.version))
+
+    def _on_Sleep(self, c: cm.Sleep) -> None:
+        engine = self._engine(c.instance, c.incarnation)
+        if engine is not None:
+            known = self.core.state.fleet.known(c.instance, c.incarnation)
+            assert known is None or not known.residents, f"{c} under running work"
+            engine.versions.clear()
+            engine.asleep = True
+            self.pool.append(ev.InstanceSlept(c.instance, c.incarnation))
+
+    def _on_Wake(self, c: cm.Wake) -> None:
+        engine = self._engine(c.instance, c.incarnation)
+        if engine is not None:
+            assert not (engine.elastic and self.training), f"{c} during a train step"
+            engine.asleep = False
+            self.woken += 1
+            self.pool.append(ev.InstanceWoke(c.instance, c.incarnation))
 
     def _on_Reserve(self, c: cm.Reserve) -> None:
         self.migrations[c.migration] = c
@@ -264,10 +293,15 @@ class Adversary:
         self.failed[c.trajectory] = c.reason
 
     def _on_Train(self, c: cm.Train) -> None:
+        for name, engine in self.engines.items():
+            known = self.core.state.fleet.known(name, engine.incarnation)
+            assert known is None or not engine.elastic or engine.asleep, f"{c} on lent devices"
         self.trained.append(c)
+        self.training = True
         self.pool.append(ev.BatchTrained(c.step))
 
     def _on_Publish(self, c: cm.Publish) -> None:
+        self.training = False
         self.pool.append(ev.WeightsPublished(c.version, digest(c.version)))
 
     def _on_Delete(self, c: cm.Delete) -> None:

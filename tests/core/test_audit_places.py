@@ -280,3 +280,54 @@ def test_a_fence_is_not_given_out_twice() -> None:
     fence = story.start(0)
     story.see(e.InstanceFailed(0, 0, "crash"), c.Start(0, fence, 1, 0))
     assert "with an old fence" in story.example(Promise.FENCING)
+
+
+# Devices of both roles
+
+
+def lending() -> Story:
+    """An instance on the trainer's devices has been woken, and a batch is there."""
+    story = opened(elastic="rollout")
+    story.see(e.InstanceJoined(5, 0, 8, 1000, 1, elastic=True))
+    story.ready(0)
+    story.ask(c.Wake(5, 0))
+    story.see(e.InstanceWoke(5, 0), c.Install(5, 0, 0))
+    story.see(e.VersionInstalled(5, 0, 0, "d0"))
+    return story
+
+
+def test_training_on_lent_devices_is_caught() -> None:
+    story = lending()
+    story.ask(c.Sleep(5, 0))
+    story.train(0, 0)
+    assert "step 0 while rollout has those of 5" in story.example(Promise.DEVICES)
+
+
+@pytest.mark.parametrize("back", ["slept", "failed", "expelled", "superseded"])
+def test_devices_that_are_back_may_train(back: str) -> None:
+    story = lending()
+    if back == "slept":
+        story.ask(c.Sleep(5, 0))
+        story.see(e.InstanceSlept(5, 0))
+    elif back == "failed":
+        story.see(e.InstanceFailed(5, 0, "crash"))
+    elif back == "expelled":
+        story.ask(c.Expel(5, 0, "silent"))
+    else:
+        story.see(e.InstanceJoined(5, 1, 8, 1000, 1, elastic=True))
+    story.train(0, 0)
+    assert story.broken == set()
+
+
+def test_a_late_word_that_it_sleeps_does_not_count() -> None:
+    story = lending()
+    story.see(e.InstanceSlept(5, 0))  # of before it was woken
+    story.train(0, 0)
+    assert story.broken == {Promise.DEVICES}
+
+
+def test_an_instance_sent_to_sleep_under_its_work_is_caught() -> None:
+    story = lending()
+    story.start(2, instance=5)
+    story.ask(c.Sleep(5, 0))
+    assert "eviction of version 0 from instance 5" in story.example(Promise.LEASES)

@@ -12,18 +12,19 @@ from dora_rl.core.audit.invariants import check
 from dora_rl.core.history.codec import dumps
 from dora_rl.core.protocol import events as ev
 from dora_rl.core.protocol.errors import RefusedEvent
-from dora_rl.core.protocol.settings import OnFailedMember, ParadigmName, Settings
+from dora_rl.core.protocol.settings import Elastic, OnFailedMember, ParadigmName, Settings
 from dora_rl.core.protocol.types import Length, Placement, Segment
 from tests.core.adversary import Adversary, stir
 
-names = st.integers(0, 4)
+names = st.integers(0, 6)
+ELASTIC = (5, 6)
 picks = st.integers(0, 10_000)
 WAYS = ["token", "finish", "finish", "pause", "fail", "refuse"]
 wild = st.integers(-2, 60)
 
 any_event = st.one_of(
     st.builds(ev.PromptsAvailable, wild, wild, st.booleans()),
-    st.builds(ev.InstanceJoined, names, wild, wild, wild, wild),
+    st.builds(ev.InstanceJoined, names, wild, wild, wild, wild, st.booleans()),
     st.builds(
         ev.InstanceProgressed,
         names,
@@ -34,6 +35,8 @@ any_event = st.one_of(
     st.builds(ev.InstanceLeaving, names, wild),
     st.builds(ev.InstanceFailed, names, wild, st.just("wild")),
     st.builds(ev.InstanceStopped, names, wild),
+    st.builds(ev.InstanceSlept, names, wild),
+    st.builds(ev.InstanceWoke, names, wild),
     st.builds(ev.VersionInstalled, names, wild, wild, st.just("digest-0")),
     st.builds(ev.InstallFailed, names, wild, wild, st.just("wild")),
     st.builds(ev.VersionEvicted, names, wild, wild),
@@ -82,8 +85,11 @@ class AnyOrder(RuleBasedStateMachine):
         version_slots=st.integers(1, 2),
         on_failed=st.sampled_from(OnFailedMember),
         instances=st.integers(1, 4),
+        elastic=st.sampled_from(Elastic),
     )
-    def begin(self, paradigm, batch, size, staleness, version_slots, on_failed, instances) -> None:
+    def begin(
+        self, paradigm, batch, size, staleness, version_slots, on_failed, instances, elastic
+    ) -> None:
         config = Settings(
             paradigm=paradigm,
             groups_per_step=batch,
@@ -91,6 +97,9 @@ class AnyOrder(RuleBasedStateMachine):
             max_staleness=staleness,
             version_slots=version_slots,
             on_failed_member=on_failed,
+            elastic=elastic,
+            elastic_gain=1.0,
+            switch_estimate_s=0.0,
             max_retries=1,
             turn_s=15.0,
             heartbeat_timeout_s=60.0,
@@ -100,6 +109,8 @@ class AnyOrder(RuleBasedStateMachine):
         self.world = Adversary(config, self.audit.observe)
         for name in range(instances):
             self.world.join(name, slots=2 + name % 2, version_slots=version_slots)
+        for name in ELASTIC if self.world.core.state.lending is not None else ():
+            self.world.join(name, slots=2, version_slots=version_slots, elastic=True)
         self.world.deliver(0)
 
     @rule(index=picks)
@@ -139,7 +150,8 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(name=names)
     def join(self, name: int) -> None:
-        self.world.join(name, slots=2, version_slots=2)
+        elastic = name in ELASTIC and self.world.core.state.lending is not None
+        self.world.join(name, slots=2, version_slots=2, elastic=elastic)
 
     @rule(name=names)
     def leave(self, name: int) -> None:

@@ -12,7 +12,7 @@ from dora_rl.core.protocol.commands import Command
 from dora_rl.core.protocol.events import Event
 from dora_rl.core.protocol.types import BatchGroup, Move, Placement, Segment
 from dora_rl.observe.placements import Placements
-from dora_rl.observe.timeline import Timeline
+from dora_rl.observe.timeline import Rows, Timeline
 from dora_rl.observe.trace import TraceFile
 
 
@@ -153,3 +153,23 @@ def test_a_lane_never_overlaps_itself_and_a_file_stays_small() -> None:
             assert before[1] <= after[0] + 1e-6
     # Each version ends a span of its own; the rest is a matter of the resolution.
     assert sum(map(len, rows.values())) < 4 * 30 / 0.25 + 3 * version
+
+
+def test_what_changed_is_drawn_as_all_of_it_would_be() -> None:
+    """Rows are told of changes alone; had all been compared each time, the file was the same."""
+    rng = random.Random(3)
+    running: dict[tuple[int, int], int] = {}
+    files: list[list[str]] = [[], []]
+    whole, changed = (Rows(TraceFile(file.append)) for file in files)
+    for now in range(2000):
+        key = rng.randrange(6), rng.randrange(3)
+        running[key] = running.get(key, 0) + rng.choice((-1, 1, 1))
+        if running[key] <= 0:
+            del running[key]
+        whole.show(now / 4, running)
+        changed.change(now / 4, [key], running)
+        if now == 1000:  # as after a restore: the numbers of rows are found again
+            changed._taken = None
+    whole.show(500.0, {})
+    changed.show(500.0, {})
+    assert len(files[0]) > 500 and files[0] == files[1]

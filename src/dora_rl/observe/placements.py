@@ -52,10 +52,12 @@ class Placements:
     """How many trajectories generate on each instance with each version, at every moment."""
 
     SAVED = ("running", "instances", "_hosts", "_places", "_turns", "_migrations")
-    WIRED: tuple[str, ...] = ()
+    WIRED = ("changed",)
 
     def __init__(self) -> None:
         self.running: Counter[tuple[InstanceId, Version]] = Counter()
+        self.changed: dict[tuple[InstanceId, Version], None] = {}
+        """What the last event changed of `running`, in that order."""
         self.instances: dict[InstanceId, int] = {}
         """Those that are up, with their incarnation."""
         self._hosts: dict[InstanceId, _Host] = {}
@@ -72,6 +74,7 @@ class Placements:
 
     def observe(self, now: float, event: Event, commands: Sequence[Command]) -> None:
         """The core has handled an event; whatever it ignored is ignored here too."""
+        self.changed.clear()
         match event:
             case e.TrajectoryFinished():
                 if any(type(x) is c.Score and x.trajectory == event.trajectory for x in commands):
@@ -141,6 +144,7 @@ class Placements:
         if place.parked or place.paused:
             return
         key = (place.instance, place.version)
+        self.changed[key] = None
         self.running[key] += change
         if not self.running[key]:
             del self.running[key]

@@ -4,7 +4,7 @@ The trainer, installs and moves are spans of `observe.trace`; below them each in
 process of its own, with a row for every version that it runs at the time. It only draws.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from dora_rl.core.protocol import commands as c
@@ -57,22 +57,39 @@ class Rows:
     """The instances in a trace file: on each, one row for every version that runs at the time."""
 
     SAVED = ("_rows", "_named", "_instances")
-    WIRED = ("_file",)
+    WIRED = ("_file", "_taken")
 
     def __init__(self, file: TraceFile) -> None:
         self._file = file
         self._rows: dict[tuple[InstanceId, Version], _Row] = {}
         self._named: set[tuple[InstanceId, int]] = set()
         self._instances: set[InstanceId] = set()
+        # Numbers of the rows of each instance, all of them; None after a restore.
+        self._taken: dict[InstanceId, set[int]] | None = None
 
     def show(self, now: float, running: dict[tuple[InstanceId, Version], int]) -> None:
         """From `now` on, so many trajectories generate."""
-        for key in [key for key in self._rows if key not in running]:
-            row = self._rows.pop(key)
-            row.change(now, 0)
-            self._write(key, row)
+        self.change(now, dict.fromkeys([*self._rows, *running]), running)
+
+    def change(
+        self,
+        now: float,
+        changed: Iterable[tuple[InstanceId, Version]],
+        running: Mapping[tuple[InstanceId, Version], int],
+    ) -> None:
+        """As `show`, if all but these are as they were."""
+        left = []
+        for key in changed:
+            if key in running:
+                left.append(key)
+            elif key in self._rows:
+                row = self._rows.pop(key)
+                self._numbers(key[0]).discard(row.number)
+                row.change(now, 0)
+                self._write(key, row)
         resolution_s = max(_FINEST_S, now / _FINENESS)
-        for key, busy in running.items():
+        for key in left:
+            busy = running[key]
             found = self._rows.get(key)
             if found is None:
                 self._rows[key] = _Row(self._free(key[0]), now, busy)
@@ -84,8 +101,18 @@ class Rows:
 
     def _free(self, instance: InstanceId) -> int:
         """The first row of an instance that no version is on."""
-        taken = {row.number for (owner, _), row in self._rows.items() if owner == instance}
-        return next(number for number in range(len(taken) + 1) if number not in taken)
+        taken = self._numbers(instance)
+        number = next(number for number in range(len(taken) + 1) if number not in taken)
+        taken.add(number)
+        return number
+
+    def _numbers(self, instance: InstanceId) -> set[int]:
+        """Of the rows of an instance."""
+        if self._taken is None:
+            self._taken = {}
+            for (owner, _), row in self._rows.items():
+                self._taken.setdefault(owner, set()).add(row.number)
+        return self._taken.setdefault(instance, set())
 
     def _write(self, key: tuple[InstanceId, Version], row: _Row) -> None:
         instance, version = key
@@ -133,7 +160,7 @@ class Timeline:
     """Draws a run as it goes. Feed it every event with its commands; `end` writes the rest."""
 
     SAVED = ("_open", "_moves", "_suspended", "_now")
-    WIRED = ("_placements", "_file", "_trace", "_rows")
+    WIRED = ("_placements", "_file", "_trace", "_rows", "_shown")
 
     def __init__(self, file: TraceFile, name: str, placements: Placements) -> None:
         self._placements = placements
@@ -144,6 +171,7 @@ class Timeline:
         self._moves: dict[MigrationId, c.Reserve] = {}
         self._suspended = False
         self._now = 0.0
+        self._shown = False  # whether the rows were those of the placements after the last event
 
     def observe(self, now: float, event: Event, commands: Sequence[Command]) -> None:
         """The core has handled an event, and the placements have been told."""
@@ -152,7 +180,12 @@ class Timeline:
         self._close_spans(now, event)
         for command in commands:
             self._command(now, command)
-        self._rows.show(now, {} if self._suspended else self._placements.running)
+        running = self._placements.running
+        if self._suspended or not self._shown:
+            self._rows.show(now, {} if self._suspended else running)
+        else:
+            self._rows.change(now, self._placements.changed, running)
+        self._shown = not self._suspended
 
     def parts(self) -> dict[str, object]:
         """All that remembers something, by name: see `core.history.snapshots`."""

@@ -43,16 +43,18 @@ class Fleet:
         self._holds = 0  # reasons why no instance may use its devices
         self._held_at = 0.0
         self.instances = [
-            Instance(i, params.slots, params.version_slots, around) for i in range(params.instances)
+            Instance(i, params.slots, params.version_slots, around, elastic=i >= params.instances)
+            for i in range(params.instances + params.elastic_instances)
         ]
         for instance in self.instances:
             instance.emit = network.voice_of(instance)
 
     def begin(self) -> None:
-        """Everybody joins; their reports are spread over the period."""
+        """Everybody joins; their reports are spread over the period, as without elastic ones."""
+        own = sum(not instance.elastic for instance in self.instances)
         for instance in self.instances:
             self._boot(instance)
-            first_s = self._report_s * (1 + instance.id / len(self.instances))
+            first_s = self._report_s * (1 + instance.id % own / own)
             self._clock.after(first_s, self._tick, instance)
 
     def _boot(self, instance: Instance) -> None:

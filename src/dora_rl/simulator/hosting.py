@@ -1,12 +1,20 @@
-"""Weights on instances: install, evict, and carrying running work over to new weights.
+"""Weights on instances: install, evict, sleep, and carrying running work over to new weights.
 
 Checks what it is told, as an engine that trusts nobody would: weights exist, they fit, nothing
 runs on what is dropped. A bug of the core raises `WorldError`; work that the core has given up
 (its cancel was lost on the way) is no obstacle. Knows nothing of what the core believes.
 """
 
-from dora_rl.core.protocol.commands import Evict, Install
-from dora_rl.core.protocol.events import InstallFailed, VersionEvicted, VersionInstalled
+from collections.abc import Callable
+
+from dora_rl.core.protocol.commands import Evict, Install, Sleep, Wake
+from dora_rl.core.protocol.events import (
+    InstallFailed,
+    InstanceSlept,
+    InstanceWoke,
+    VersionEvicted,
+    VersionInstalled,
+)
 from dora_rl.simulator.errors import WorldError
 from dora_rl.simulator.faults import Faults
 from dora_rl.simulator.instance import Instance, Loading
@@ -17,7 +25,7 @@ from dora_rl.simulator.usage import Span
 
 
 class Hosting:
-    """Performs `Install` and `Evict` on any instance."""
+    """Performs `Install`, `Evict`, `Sleep` and `Wake` on any instance."""
 
     def __init__(
         self,
@@ -26,13 +34,16 @@ class Hosting:
         faults: Faults,
         disowned: set[int],
         carry_reprefill: bool,
+        devices_changed: Callable[[], None],
     ) -> None:
+        """`devices_changed` is called when training has got devices, or has given some back."""
         self._around = around
         self._clock = around.clock
         self._store = store
         self._faults = faults
         self._disowned = disowned
         self._carry_reprefill = carry_reprefill
+        self._devices_changed = devices_changed
 
     def install(self, instance: Instance, command: Install) -> None:
         version, evict = command.version, command.evict
@@ -61,8 +72,57 @@ class Hosting:
             return
         instance.emit(VersionEvicted(instance.id, instance.incarnation, version))
 
+    def sleep(self, instance: Instance, command: Sleep) -> None:
+        if instance.switching:
+            return
+        if instance.asleep:
+            instance.emit(InstanceSlept(instance.id, instance.incarnation))
+            return
+        for version in [*instance.versions, *instance.installing]:
+            if not self._drop(instance, version):
+                return
+        self._switch(instance, asleep=True)
+
+    def wake(self, instance: Instance, command: Wake) -> None:
+        if instance.switching:
+            return
+        if not instance.asleep:
+            instance.emit(InstanceWoke(instance.id, instance.incarnation))
+            return
+        self._switch(instance, asleep=False)
+
+    def _switch(self, instance: Instance, *, asleep: bool) -> None:
+        instance.switching = True
+        if not asleep:
+            instance.set_asleep(False)  # training loses them at once, rollout gets them later
+            self._devices_changed()
+        duration_s = self._around.costs.switch_time() * instance.slow
+        argument = (instance, instance.incarnation, asleep, self._clock.now)
+        self._clock.after(duration_s, self._switched, argument)
+
+    def _switched(self, argument: tuple[Instance, int, bool, float]) -> None:
+        instance, incarnation, asleep, start = argument
+        if not instance.alive or instance.incarnation != incarnation:
+            return
+        now = self._clock.now
+        if instance.frozen_until > now:
+            self._clock.at(instance.frozen_until, self._switched, argument)
+            return
+        instance.switching = False
+        self._around.facts.switches += 1
+        if asleep:
+            instance.set_asleep(True)
+            self._devices_changed()
+        if self._around.recorder is not None:
+            kind = "sleep" if asleep else "wake"
+            self._around.recorder.span(Span(kind, instance.id, start, now, 0))
+        done = InstanceSlept if asleep else InstanceWoke
+        instance.emit(done(instance.id, incarnation))
+
     def _may_install(self, instance: Instance, command: Install, evict: int | None) -> bool:
         version = command.version
+        if instance.asleep or instance.switching:
+            return refuse(instance, f"{command}, but training has the devices")
         if version not in self._store.versions:
             return refuse(instance, f"{command} of a version that is not in the store")
         held = {*instance.versions, *instance.installing} - {evict}

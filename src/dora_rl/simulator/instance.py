@@ -37,7 +37,9 @@ class Instance(Engine):
 
     __slots__ = (
         "alive",
+        "asleep",
         "cut_off",
+        "elastic",
         "expecting",
         "expelled",
         "incarnation",
@@ -48,13 +50,23 @@ class Instance(Engine):
         "outbox",
         "saved_at",
         "successors",
+        "switching",
         "told",
         "version_slots",
         "versions",
     )
 
-    def __init__(self, id: int, slots: int, version_slots: int, around: Surroundings) -> None:
+    def __init__(
+        self,
+        id: int,
+        slots: int,
+        version_slots: int,
+        around: Surroundings,
+        *,
+        elastic: bool = False,
+    ) -> None:
         self.version_slots = version_slots
+        self.elastic = elastic  # on the trainer's devices
         self.incarnation = 0
         self.alive = False
         self.known = 0  # the latest incarnation that the core has heard of
@@ -68,6 +80,8 @@ class Instance(Engine):
         self.successors: dict[int, int] = {}  # version -> the one that took its work over
         self.expecting: dict[int, Arrival] = {}  # by migration
         self.leaving = False
+        self.asleep = self.elastic  # training has its devices
+        self.switching = False  # they change roles just now
         self.saved_at = self._clock.now
         self.told = False  # it has received a command
         self.cut_off = False  # nothing reaches it, and nothing is heard of it
@@ -78,13 +92,21 @@ class Instance(Engine):
         """A new process, empty; it says so."""
         self.incarnation += 1
         self.alive = True
-        self._around.usage.change(self._clock.now, slots=self.slots)
+        if not self.asleep:
+            self._around.usage.change(self._clock.now, slots=self.slots)
         self.join()
 
     def join(self) -> None:
         """Announce this incarnation."""
         self.emit(
-            InstanceJoined(self.id, self.incarnation, self.slots, self.capacity, self.version_slots)
+            InstanceJoined(
+                self.id,
+                self.incarnation,
+                self.slots,
+                self.capacity,
+                self.version_slots,
+                self.elastic,
+            )
         )
 
     def die(self) -> None:
@@ -98,9 +120,16 @@ class Instance(Engine):
                 facts.cancelled_tokens += max(0, run.done - run.job.saved)
             run.state = DEAD
         self._account(0)
-        self._around.usage.change(self._clock.now, slots=-self.slots)
+        if not self.asleep:
+            self._around.usage.change(self._clock.now, slots=-self.slots)
         self.alive = False
         self.clear()
+
+    def set_asleep(self, asleep: bool) -> None:
+        """Training has its devices from now on, or rollout."""
+        self.asleep = asleep
+        slots = -self.slots if asleep else self.slots
+        self._around.usage.change(self._clock.now, slots=slots)
 
     def settle(self) -> None:
         if self.alive:

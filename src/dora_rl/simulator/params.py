@@ -24,6 +24,9 @@ class WorldParams(BaseModel):
     train_devices: int = Field(
         default=0, ge=0, description="devices of the trainer alone; 0: it uses the instances' own"
     )
+    elastic_instances: int = Field(
+        default=0, ge=0, description="instances on the trainer's devices, which sleep at first"
+    )
     model: Model
     device: NamedDevice
     efficiency: Efficiency = Efficiency()

@@ -6,7 +6,7 @@ nothing; a version that a live instance holds is not deleted. A colocated traine
 devices of all instances from the switch before a step to the switch after it.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from dora_rl.core.protocol.commands import Delete, Publish, Train
 from dora_rl.core.protocol.events import (
@@ -62,11 +62,14 @@ class Trainer:
         faults: Faults,
         report: Callable[[Event], None],
         take_devices: Callable[[bool], None],
+        instances: Sequence[Instance],
     ) -> None:
+        """Devices of those of `instances` that sleep are the trainer's."""
         self._around = around
         self._clock = around.clock
         self._params = params
         self._take_devices = take_devices
+        self._instances = instances
         self._group_size = group_size
         self._jobs = jobs
         self._store = store
@@ -76,6 +79,10 @@ class Trainer:
         self._rejected: set[tuple[int, ...]] = set()  # batches that no loss came of
         self._busy: Train | None = None
         self._publishing: int | None = None
+        self._plan = 0  # the number of the end of the step that is valid
+        self._ends_at = 0.0
+        self._scales = 1.0  # the share of a step's time that shrinks with more devices
+        self._devices = params.train_devices or params.devices
         self.steps = 0  # taken so far; the weights in the trainer are this version
 
     def train(self, command: Train) -> None:
@@ -94,15 +101,45 @@ class Trainer:
             return
         if command.step > self.steps:
             raise WorldError(f"train step {command.step} is asked for at step {self.steps}")
+        for instance in self._instances:
+            if instance.elastic and _has_devices(instance):
+                raise WorldError(f"{command.step} is trained, but instance {instance.id} is awake")
         tokens, pairs = self._weigh(command)
         costs, params = self._around.costs, self._params
-        devices = params.train_devices or params.devices
+        self._devices = devices = self._count_devices()
         duration_s = costs.train_time(tokens, devices, params.updates_per_step, pairs)
+        fixed_s = costs.train_time(0, devices, params.updates_per_step)
+        self._scales = 1 - fixed_s / duration_s if duration_s else 0.0
         if params.colocated:
             duration_s += costs.switch_time()
             self._take_devices(True)
         self._busy = command
-        self._clock.after(duration_s, self._trained, (command, self._clock.now, tokens))
+        self._end_after(duration_s, (command, self._clock.now, tokens))
+
+    def _end_after(self, seconds: float, argument: tuple[Train, float, int]) -> None:
+        self._plan += 1
+        self._ends_at = self._clock.now + seconds
+        self._argument = argument
+        self._clock.after(seconds, self._ended, self._plan)
+
+    def _ended(self, plan: int) -> None:
+        if plan == self._plan:
+            self._trained(self._argument)
+
+    def _count_devices(self) -> int:
+        """Its own, and those of rollout's instances that sleep."""
+        params = self._params
+        own = params.train_devices or params.devices
+        helping = sum(i.alive and i.asleep and not i.elastic for i in self._instances)
+        return own + helping * params.devices_per_instance
+
+    def devices_changed(self) -> None:
+        """More or fewer instances sleep: the rest of a step that is being taken scales."""
+        before, self._devices = self._devices, self._count_devices()
+        if self._busy is not None and self._devices != before:
+            left_s = self._ends_at - self._clock.now
+            left_s *= 1 - self._scales + self._scales * before / self._devices
+            self._end_after(left_s, self._argument)
 
     def _weigh(self, command: Train) -> tuple[int, float]:
         """Tokens of a batch, and pairs of tokens that attend to each other."""
@@ -190,3 +227,9 @@ class Trainer:
         spans.append(span)
         if self._around.recorder is not None:
             self._around.recorder.span(span)
+
+
+def _has_devices(instance: Instance) -> bool:
+    """Awake, or on its way to or from that, unless the core has disowned the process."""
+    awake = instance.alive and (not instance.asleep or instance.switching)
+    return awake and instance.expelled < instance.incarnation

@@ -113,6 +113,7 @@ class Facts:
         "reprefilled_tokens",
         "shared_tokens",
         "switch_s",
+        "switches",
         "train_s",
         "train_spans",
         "trained_tokens",
@@ -136,6 +137,7 @@ class Facts:
         self.publish_s = 0.0
         self.install_s = 0.0  # summed over instances
         self.switch_s = 0.0  # of colocated devices, both ways
+        self.switches = 0  # of instances that fell asleep or woke
         self.train_spans: list[Span] = []
         self.publish_spans: list[Span] = []
 
@@ -147,7 +149,7 @@ class Recorder(Protocol):
         """From `now` on, so many slots are busy; `version` is the newest among them."""
 
     def span(self, span: Span) -> None:
-        """A train, publish, install, migrate, park or suspend span has ended."""
+        """A train, publish, install, migrate, park, sleep, wake or suspend span has ended."""
 
 
 class Timeline:

@@ -108,7 +108,12 @@ class World:
             around, sampler, group_size, groups_per_step, jobs, remember=params.faults.any_message
         )
         self._hosting = Hosting(
-            around, self.store, self.faults, self._disowned, params.carry_reprefill
+            around,
+            self.store,
+            self.faults,
+            self._disowned,
+            params.carry_reprefill,
+            lambda: self.trainer.devices_changed(),
         )
         self.trainer = Trainer(
             around,
@@ -119,6 +124,7 @@ class World:
             self.faults,
             report,
             self.fleet.take_devices,
+            self.instances,
         )
         self._services = Services(self.clock, params, seed, jobs, self.faults, report)
         self._perform = self._performers()
@@ -232,6 +238,8 @@ class World:
             cmd.Cancel: self._cancel,
             cmd.Install: lambda c: self._to_process(c, self._hosting.install),
             cmd.Evict: lambda c: self._to_process(c, self._hosting.evict),
+            cmd.Sleep: lambda c: self._to_process(c, self._hosting.sleep),
+            cmd.Wake: lambda c: self._to_process(c, self._hosting.wake),
             cmd.Reserve: self._reserve,
             cmd.Transfer: self._transfer,
             cmd.Release: self._release,
@@ -337,6 +345,7 @@ class World:
 
     def _on_death(self, instance: Instance) -> None:
         self._migrations.lost(instance)
+        self.trainer.devices_changed()
 
     def _environment_hangs(self, run: Run) -> bool:
         share = self.params.faults.endless_environment

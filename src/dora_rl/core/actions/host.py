@@ -5,12 +5,31 @@ ran continues: by migration, from host memory, or from a saved prefix elsewhere.
 """
 
 from dora_rl.core.actions.migrate import open_migration, undo_migration
-from dora_rl.core.protocol.commands import Cancel, Dismiss, Evict, Expel, Install, Park, Unpark
-from dora_rl.core.protocol.types import HostState, Placement, TrajectoryState, Version
+from dora_rl.core.protocol.commands import (
+    Cancel,
+    Dismiss,
+    Evict,
+    Expel,
+    Install,
+    Park,
+    Sleep,
+    Unpark,
+    Wake,
+)
+from dora_rl.core.protocol.types import (
+    HostState,
+    Placement,
+    SleepState,
+    TrajectoryId,
+    TrajectoryState,
+    Version,
+)
 from dora_rl.core.state.fleet import Instance
 from dora_rl.core.state.run import State
 from dora_rl.core.state.timers import Wait
 from dora_rl.core.state.work import Trajectory
+
+PARK_AGAIN_S = 1.0  # a trajectory that cannot be parked just now, such as in its prefill
 
 
 def convert(
@@ -25,14 +44,14 @@ def convert(
     instance.incoming = incoming
     instance.outgoing = outgoing
     if park and outgoing is not None and instance.residents.get(outgoing):
-        _park(state, instance, outgoing)
+        _park(state, instance, _residents(instance, outgoing))
     install_when_empty(state, instance)
 
 
 def install_when_empty(state: State, instance: Instance) -> None:
     """Continue with a conversion if nothing is in its way any more."""
     incoming, outgoing = instance.incoming, instance.outgoing
-    if incoming is None or instance.ticket or instance.leaving:
+    if incoming is None or instance.ticket or not instance.available:
         return
     if outgoing is not None and instance.has_work(outgoing):
         return
@@ -81,17 +100,27 @@ def evict(state: State, instance: Instance, version: Version) -> None:
     state.emit(Evict(instance.id, instance.incarnation, version))
 
 
-def _park(state: State, instance: Instance, version: Version) -> None:
+def _residents(instance: Instance, version: Version) -> list[TrajectoryId]:
+    return sorted(instance.residents.get(version, ()))
+
+
+def unmoved(state: State, instance: Instance) -> list[TrajectoryId]:
+    """What runs on an instance and is not on its way to another."""
+    records = state.work.trajectories
+    return [
+        t
+        for version in sorted(instance.residents)
+        for t in _residents(instance, version)
+        if records[t].migration is None
+    ]
+
+
+def _park(state: State, instance: Instance, trajectories: list[TrajectoryId]) -> None:
     instance.parking = True
     _await(state, instance, Wait.PARKING, state.settings.migration_timeout_s)
-    state.emit(Park(instance.id, instance.incarnation, _placements(state, instance, version)))
-
-
-def _placements(state: State, instance: Instance, version: Version) -> tuple[Placement, ...]:
     records = state.work.trajectories
-    return tuple(
-        Placement(t, records[t].fence) for t in sorted(instance.residents.get(version, ()))
-    )
+    placements = tuple(Placement(t, records[t].fence) for t in trajectories)
+    state.emit(Park(instance.id, instance.incarnation, placements))
 
 
 def _await(state: State, instance: Instance, wait: Wait, seconds: float) -> None:
@@ -106,9 +135,12 @@ def repeat(state: State, instance: Instance, reason: str) -> None:
         lose(state, instance, reason, expel=True)
         return
     state.counters["repeated_installs"] += 1
+    if instance.sleep is SleepState.DRAINING and instance.parking:
+        _park(state, instance, unmoved(state, instance))
+        return
     if instance.parking:
         assert instance.outgoing is not None
-        _park(state, instance, instance.outgoing)
+        _park(state, instance, _residents(instance, instance.outgoing))
         return
     for version, host in sorted(instance.hosts.items()):
         if host is HostState.INSTALLING:
@@ -138,6 +170,8 @@ def installed(state: State, instance: Instance, version: Version) -> None:
         state.versions.activate(version)
     state.unplaced.update(instance.hosts)
     recall_parked(state, version)
+    if instance.sleep is SleepState.DRAINING:
+        state.disturbed.add(instance.id)  # that was all it still waited for
     if not state.paradigm.pins_version:
         carry_over(state, instance)
     else:
@@ -154,19 +188,29 @@ def _rebind_residents(state: State, instance: Instance, old: Version, new: Versi
 
 def recall_parked(state: State, version: Version) -> None:
     """Bring parked work of a version back, where it lies or where the version is served."""
-    if not state.work.num_parked:
+    if state.work.num_parked:
+        for instance in state.fleet.instances.values():
+            _recall(state, instance, version)
+
+
+def recall_from_lent(state: State, version: Version) -> None:
+    """The same for what an instance left behind whose devices have changed roles."""
+    if state.work.num_parked:
+        for name in sorted(state.fleet.elastic | state.fleet.lent):
+            _recall(state, state.fleet.instances[name], version)
+
+
+def _recall(state: State, instance: Instance, version: Version) -> None:
+    parked = instance.parked.get(version)
+    if not parked:
         return
-    for instance in state.fleet.instances.values():
-        parked = instance.parked.get(version)
-        if not parked:
-            continue
-        here = sorted(t for t in parked if state.work.trajectories[t].migration is None)
-        if instance.serves(version):
-            _unpark(state, instance, version, here)
-            continue
-        target = state.fleet.emptiest(version)
-        if target is not None and here:
-            open_migration(state, instance, target, version, here[: target.free])
+    here = sorted(t for t in parked if state.work.trajectories[t].migration is None)
+    if instance.serves(version):
+        _unpark(state, instance, version, here)
+        return
+    target = state.fleet.emptiest(version)
+    if target is not None and here:
+        open_migration(state, instance, target, version, here[: target.free])
 
 
 def _unpark(state: State, instance: Instance, version: Version, parked: list[int]) -> None:
@@ -189,7 +233,7 @@ def let_go(state: State, instance: Instance) -> None:
 
 def vacate(state: State, instance: Instance, version: Version) -> None:
     """A version's work is done: its host takes the newest instead, or just lets go."""
-    if not instance.settled or instance.leaving or instance.hosts.get(version) is None:
+    if not instance.settled or not instance.available or instance.hosts.get(version) is None:
         return
     if state.versions.newest in instance.hosts:
         evict(state, instance, version)
@@ -220,6 +264,9 @@ def take_off(state: State, trajectory: Trajectory) -> None:
 
 def emptied(state: State, instance: Instance) -> None:
     """Something left an instance: see whether that was waited for."""
+    if instance.sleep is SleepState.DRAINING and not instance.leaving:
+        drain(state, instance)
+        return
     if instance.incoming is not None:
         if not instance.parking:
             install_when_empty(state, instance)
@@ -251,6 +298,86 @@ def evacuate(state: State, instance: Instance, version: Version) -> None:
             return
         part, moving = moving[: target.free], moving[target.free :]
         open_migration(state, instance, target, version, part)
+
+
+def send_to_sleep(state: State, instance: Instance) -> None:
+    """Empty an instance, with its KV where there is room elsewhere, and give its devices away."""
+    state.fleet.set_sleep(instance, SleepState.DRAINING)
+    instance.switching_since = state.now
+    if not instance.ticket:
+        instance.incoming = instance.outgoing = None
+    if not instance.parking:  # else what is being parked must not move as well
+        for version in sorted(instance.residents):
+            evacuate(state, instance, version)
+    drain(state, instance)
+    state.rebalance_soon()
+
+
+def drain(state: State, instance: Instance) -> None:
+    """Continue to empty an instance: what found no room elsewhere waits in its host memory."""
+    if instance.ticket:
+        return
+    left = unmoved(state, instance)
+    if left:
+        _park(state, instance, left)
+    elif not instance.residents and not instance.reserved:
+        instance.incoming = instance.outgoing = None
+        for version in sorted(instance.hosts):
+            state.fleet.set_host(instance, version, HostState.EVICTING)
+        state.fleet.set_sleep(instance, SleepState.FALLING_ASLEEP)
+        send_switch(state, instance)
+
+
+def parked_to_sleep(state: State, instance: Instance) -> None:
+    """A draining instance has answered; what it could not park is asked for again in a moment."""
+    if unmoved(state, instance):
+        state.timers.set(state.now + PARK_AGAIN_S, Wait.PARKING, instance.id, instance.ticket)
+        return
+    instance.parking = False
+    instance.ticket = instance.attempts = 0
+    drain(state, instance)
+
+
+def slept(state: State, instance: Instance) -> None:
+    """Training has its devices."""
+    for version in list(instance.hosts):
+        drop_host(state, instance, version)
+    instance.ticket = instance.attempts = 0
+    state.fleet.set_sleep(instance, SleepState.ASLEEP)
+    state.estimates.observe_sleep(state.now - instance.switching_since)
+
+
+def wake(state: State, instance: Instance) -> None:
+    """Have an instance take its devices back."""
+    state.fleet.set_sleep(instance, SleepState.WAKING)
+    instance.switching_since = state.now
+    send_switch(state, instance)
+
+
+def woke(state: State, instance: Instance) -> None:
+    """Rollout has its devices: it takes the newest version in."""
+    instance.ticket = instance.attempts = 0
+    state.fleet.set_sleep(instance, SleepState.AWAKE)
+    state.estimates.observe_wake(state.now - instance.switching_since)
+    state.fleet_lost_at = None
+    convert(state, instance, state.versions.newest, None)
+    state.rebalance_soon()
+
+
+def send_switch(state: State, instance: Instance) -> None:
+    """Ask for the change of roles that is under way; repeated as it is if it was not answered."""
+    _await(state, instance, Wait.SWITCH, state.settings.install_timeout_s)
+    kind = Wake if instance.sleep is SleepState.WAKING else Sleep
+    state.emit(kind(instance.id, instance.incarnation))
+
+
+def switch_again(state: State, instance: Instance) -> None:
+    """It did not answer in time: its process may be gone, and its devices with it."""
+    instance.attempts += 1
+    if instance.attempts > state.settings.max_retries:
+        lose(state, instance, "did not change roles when it was told to", expel=True)
+    else:
+        send_switch(state, instance)
 
 
 def lose(state: State, instance: Instance, reason: str, *, expel: bool, blame: bool = True) -> None:
@@ -288,7 +415,7 @@ def _forget(state: State, instance: Instance) -> None:
 
 def await_fleet(state: State) -> None:
     """If no instance is there to stay, one must join in time."""
-    if not state.fleet.slots and state.fleet_lost_at is None:
+    if not state.fleet.slots and not state.fleet.helping() and state.fleet_lost_at is None:
         state.fleet_lost_at = state.now
         state.timers.set(state.now + state.settings.fleet_timeout_s, Wait.FLEET)
 

@@ -8,7 +8,7 @@ from dora_rl.core.actions import host
 from dora_rl.core.actions.migrate import open_migration
 from dora_rl.core.actions.supply import admit
 from dora_rl.core.policy.partitioning import Demand, Economy, Planner, even_out
-from dora_rl.core.protocol.types import Version
+from dora_rl.core.protocol.types import SleepState, Version
 from dora_rl.core.state.fleet import Instance
 from dora_rl.core.state.run import State
 
@@ -21,7 +21,7 @@ def watch_idle(state: State) -> None:
     idle = fleet.slots - fleet.load
     if not state.work.num_waiting or idle < settings.idle_slots * fleet.slots:
         return
-    if idle * len(fleet.instances) >= fleet.slots and state.paradigm.rebalances:
+    if idle * fleet.num_awake >= fleet.slots and state.paradigm.rebalances:
         # At least one instance's worth. A tenth of the period apart, lest planning dominate.
         earliest = state.rebalanced_at + settings.rebalance_period_s / 10
         state.rebalance_soon(max(0.0, earliest - state.now))
@@ -103,6 +103,8 @@ def _economy(state: State) -> Economy:
 def _evacuate_again(state: State) -> None:
     """Instances that were to be emptied, and whose migrations failed or found no room."""
     for instance in list(state.fleet.instances.values()):
+        if instance.sleep is SleepState.DRAINING:
+            continue  # it is being emptied: `host.drain`
         if instance.leaving:
             for version in sorted(instance.residents):
                 host.evacuate(state, instance, version)
@@ -144,6 +146,8 @@ def _fill(state: State, demand: Demand) -> None:
 
 def relieve(state: State, instance: Instance) -> None:
     """Trigger: KV pressure. Send the longest trajectories to where there is room."""
+    if instance.sleep is not SleepState.AWAKE:
+        return  # it is being emptied of everything
     low = KV_LOW * state.settings.kv_pressure
     records = state.work.trajectories
     excess = instance.kv_tokens - low * instance.kv_capacity_tokens

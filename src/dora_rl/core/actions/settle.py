@@ -1,12 +1,13 @@
 """What the orchestrator does after every event: the paper's Algorithm 1, completed.
 
-Train if a batch may be taken, supplement the pipeline, rebalance if a trigger asks for it,
-place what waits, retire what nobody needs. Each action looks only where something changed, so
-that an event costs the same on eight instances and on eight thousand.
+Train if a batch may be taken, supplement the pipeline, lend devices that would idle, rebalance if
+a trigger asks for it, place what waits, retire what nobody needs. Each action looks only where
+something changed, so that an event costs the same on eight instances and on eight thousand.
 """
 
 from dora_rl.core.actions import host
 from dora_rl.core.actions.finish import fail, halt
+from dora_rl.core.actions.lend import lend
 from dora_rl.core.actions.place import place
 from dora_rl.core.actions.rebalance import rebalance, watch_idle
 from dora_rl.core.actions.retire import retire
@@ -29,6 +30,7 @@ def settle(state: State) -> None:
             train(state)
         if not state.halted:
             supplement(state)
+            lend(state)
             if state.rebalance_now:
                 state.rebalance_now = False
                 rebalance(state)

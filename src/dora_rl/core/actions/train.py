@@ -1,6 +1,6 @@
 """Form the next batch and have it trained, once no deadline is in its way (docs/staleness.md)."""
 
-from dora_rl.core.actions import unanswered
+from dora_rl.core.actions import lend, unanswered
 from dora_rl.core.actions.finish import halt
 from dora_rl.core.policy.batching import overdue, take_earliest
 from dora_rl.core.protocol.commands import Suspend
@@ -34,6 +34,8 @@ def train(state: State) -> None:
             trainer.stalled_since = state.now
             trainer.stalls += 1
         return
+    if not lend.devices_are_back(state):
+        return
     if trainer.stalled_since is not None:
         trainer.stalled_s += state.now - trainer.stalled_since
         trainer.stalled_since = None
@@ -45,6 +47,7 @@ def train(state: State) -> None:
     if state.paradigm.colocated and work.unfinished:
         state.suspended = True
         state.emit(Suspend())
+    lend.training_begins(state)
     send_batch(state)
 
 

@@ -139,6 +139,20 @@ class Fleet:
         if host is not None and host.holds.get(event.version) == GOING:
             self._drop(host, event.version)
 
+    def sleep(self, command: c.Sleep) -> Host | None:
+        """All that it holds is going; returns the host, if it lives."""
+        host = self.known(command.instance, command.incarnation)
+        if host is not None:
+            for version in host.holds:
+                host.holds[version] = GOING
+        return host
+
+    def slept(self, event: e.InstanceSlept) -> None:
+        host = self.known(event.instance, event.incarnation)
+        if host is not None:
+            for version in [v for v, hold in host.holds.items() if hold == GOING]:
+                self._drop(host, version)
+
     def _set(self, host: Host, version: Version, hold: int) -> None:
         if version not in host.holds:
             self._holders[version] += 1

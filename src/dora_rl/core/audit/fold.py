@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dora_rl.core.audit.batches import Batches
+from dora_rl.core.audit.devices import Devices
 from dora_rl.core.audit.fleet import Fleet, Host
 from dora_rl.core.audit.moves import Moves
 from dora_rl.core.audit.records import Ends, Group, Member, Migration
@@ -37,7 +38,7 @@ class Audit:
     SAVED = ("_refused", "_halted")
     WIRED = (
         *("_settings", "_paradigm", "_breaches", "_fleet", "_work", "_moves", "_batches"),
-        *("_on_event", "_on_answered", "_on_command"),
+        *("_devices", "_on_event", "_on_answered", "_on_command"),
     )
 
     def __init__(self, settings: Settings) -> None:
@@ -50,11 +51,13 @@ class Audit:
         self._work = work = Work(settings, fleet, self._breaches)
         self._moves = moves = Moves(fleet, work, self._breaches)
         self._batches = batches = Batches(settings, work, self._breaches)
+        self._devices = devices = Devices(self._breaches)
         self._on_event: dict[type, Callable[[Any], object]] = {
             e.InstanceJoined: self._joined,
             e.InstanceProgressed: fleet.progressed,
             e.InstanceFailed: self._gone,
             e.InstanceStopped: self._stopped,
+            e.InstanceSlept: self._slept,
             e.VersionInstalled: fleet.installed,
             e.InstallFailed: fleet.install_failed,
             e.VersionEvicted: fleet.evicted,
@@ -89,7 +92,9 @@ class Audit:
             c.Score: work.score,
             c.Judge: work.judge,
             c.Fail: work.fail,
-            c.Train: batches.train,
+            c.Train: self._train,
+            c.Sleep: self._sleep,
+            c.Wake: devices.wake,
             c.Publish: self._publish,
             c.Delete: self._delete,
             c.Expel: self._gone,
@@ -134,6 +139,7 @@ class Audit:
             "audit.work": self._work,
             "audit.moves": self._moves,
             "audit.batches": self._batches,
+            "audit.devices": self._devices,
         }
 
     def report(self) -> AuditReport:
@@ -178,6 +184,7 @@ class Audit:
     # What concerns more than one of the records
 
     def _joined(self, event: e.InstanceJoined) -> None:
+        self._devices.joined(event)
         superseded = self._fleet.joined(event)
         if superseded is not None:
             self._lose(superseded)
@@ -195,6 +202,7 @@ class Audit:
             self._lose(host, blame=False)
 
     def _lose(self, host: Host, *, blame: bool = True) -> None:
+        self._devices.gone(host.instance, host.incarnation)
         self._moves.lose(host)
         self._work.lose(host, blame=blame)
 
@@ -219,6 +227,21 @@ class Audit:
         host = self._fleet.evict(command)
         if host is not None:
             self._check_idle(host, command.version)
+
+    def _sleep(self, command: c.Sleep) -> None:
+        self._devices.sleep(command)
+        host = self._fleet.sleep(command)
+        if host is not None:
+            for version in host.holds:
+                self._check_idle(host, version)
+
+    def _slept(self, event: e.InstanceSlept) -> None:
+        self._devices.slept(event)
+        self._fleet.slept(event)
+
+    def _train(self, command: c.Train) -> None:
+        self._devices.train(command)
+        self._batches.train(command)
 
     def _check_idle(self, host: Host, version: int) -> None:
         if not self._paradigm.pins_version:

@@ -10,12 +10,19 @@ from collections.abc import Iterator
 
 from dora_rl.core.protocol.errors import InvariantViolation
 from dora_rl.core.protocol.paradigms import PARADIGMS
-from dora_rl.core.protocol.types import GroupState, HostState, TrajectoryState, VersionState
+from dora_rl.core.protocol.types import (
+    GroupState,
+    HostState,
+    SleepState,
+    TrajectoryState,
+    VersionState,
+)
 from dora_rl.core.state.run import State, TrainerPhase
 from dora_rl.core.state.work import TERMINAL, Work
 
 _T = TrajectoryState
 _G = GroupState
+_NO_WORK = (SleepState.FALLING_ASLEEP, SleepState.ASLEEP, SleepState.WAKING)
 _MEMBER_STATES = {
     _G.OPEN: frozenset(_T) - {_T.TRAINED, _T.FILTERED},
     _G.JUDGING: frozenset({_T.SCORED, _T.FAILED}),
@@ -40,6 +47,7 @@ def violations(state: State) -> Iterator[str]:
     yield from whereabouts(state)
     yield from migrations(state)
     yield from leases(state)
+    yield from devices(state)
     yield from indexes(state)
 
 
@@ -203,6 +211,26 @@ def leases(state: State) -> Iterator[str]:
             yield f"instance {instance.id} holds {len(instance.hosts)} versions"
 
 
+def devices(state: State) -> Iterator[str]:
+    """Devices that both roles use are used by one of them at a time."""
+    training = state.trainer.phase is TrainerPhase.TRAINING
+    for instance in state.fleet.instances.values():
+        if instance.sleep is SleepState.AWAKE and not instance.elastic:
+            continue
+        if instance.elastic and training and instance.sleep is not SleepState.ASLEEP:
+            yield (
+                f"devices: a step is trained while instance {instance.id} "
+                f"has them ({instance.sleep})"
+            )
+        if instance.sleep in _NO_WORK and (instance.residents or instance.reserved):
+            yield f"devices: instance {instance.id} is {instance.sleep}, but has work"
+        if instance.sleep in (SleepState.ASLEEP, SleepState.WAKING) and instance.hosts:
+            yield f"devices: instance {instance.id} is {instance.sleep}, but holds versions"
+    lent = {i.id for i in state.fleet.instances.values() if i.lent}
+    if lent != state.fleet.lent:
+        yield f"devices: {sorted(state.fleet.lent)} are counted as lent, not {sorted(lent)}"
+
+
 def indexes(state: State) -> Iterator[str]:
     """Derived counts equal those that a restored state would have."""
     kept = state.work
@@ -219,8 +247,8 @@ def indexes(state: State) -> Iterator[str]:
         instance.rebuild()
         if load != instance.load:
             yield f"instance {instance.id} has load {instance.load}, not {load}"
-    slots = sum(i.slots for i in state.fleet.instances.values() if not i.leaving)
-    load = sum(i.load for i in state.fleet.instances.values() if not i.leaving)
+    slots = sum(i.slots for i in state.fleet.instances.values() if i.available)
+    load = sum(i.load for i in state.fleet.instances.values() if i.available)
     if load != state.fleet.load:
         yield f"the fleet has load {load}, not {state.fleet.load}"
     if slots != state.fleet.slots:

@@ -28,6 +28,7 @@ class Promise(StrEnum):
     PLACEMENT = "one live placement"
     MIGRATION = "migration"
     FENCING = "fencing"
+    DEVICES = "devices of one role"
 
 
 @dataclass(slots=True)

@@ -25,6 +25,8 @@ HANDLERS: dict[type, Callable[[State, Any], None]] = {
     ev.InstanceLeaving: instances.instance_leaving,
     ev.InstanceFailed: instances.instance_failed,
     ev.InstanceStopped: instances.instance_stopped,
+    ev.InstanceSlept: instances.instance_slept,
+    ev.InstanceWoke: instances.instance_woke,
     ev.VersionInstalled: instances.version_installed,
     ev.InstallFailed: instances.install_failed,
     ev.VersionEvicted: instances.version_evicted,

@@ -10,11 +10,13 @@ from dora_rl.core.protocol.events import (
     InstanceJoined,
     InstanceLeaving,
     InstanceProgressed,
+    InstanceSlept,
     InstanceStopped,
+    InstanceWoke,
     VersionEvicted,
     VersionInstalled,
 )
-from dora_rl.core.protocol.types import HostState
+from dora_rl.core.protocol.types import HostState, SleepState
 from dora_rl.core.state.fleet import Instance
 from dora_rl.core.state.run import State
 from dora_rl.core.state.timers import Wait
@@ -39,16 +41,19 @@ def instance_joined(state: State, event: InstanceJoined) -> None:
         min(event.version_slots, state.settings.version_slots),
         heard_at=state.now,
         checked_at=state.now,
+        elastic=event.elastic,
+        sleep=SleepState.ASLEEP if event.elastic else SleepState.AWAKE,
     )
     fleet.join(instance)
-    state.fleet_lost_at = None
+    if instance.available:
+        state.fleet_lost_at = None
     state.timers.set(
         state.now + state.settings.heartbeat_timeout_s,
         Wait.HEARTBEAT,
         instance.id,
         instance.incarnation,
     )
-    if state.versions.newest >= 0:
+    if state.versions.newest >= 0 and instance.available:
         host.convert(state, instance, state.versions.newest, None)
         state.rebalance_soon()
 
@@ -141,6 +146,26 @@ def instance_stopped(state: State, event: InstanceStopped) -> None:
         host.lose(state, instance, "stopped", expel=False, blame=False)
 
 
+def instance_slept(state: State, event: InstanceSlept) -> None:
+    instance = live_instance(state, event.instance, event.incarnation)
+    if instance is None:
+        return
+    if instance.sleep is SleepState.FALLING_ASLEEP:
+        host.slept(state, instance)
+    else:
+        absorb(state, "duplicate")
+
+
+def instance_woke(state: State, event: InstanceWoke) -> None:
+    instance = live_instance(state, event.instance, event.incarnation)
+    if instance is None:
+        return
+    if instance.sleep is SleepState.WAKING:
+        host.woke(state, instance)
+    else:
+        absorb(state, "duplicate")
+
+
 def version_installed(state: State, event: VersionInstalled) -> None:
     instance = _asked(state, event, HostState.INSTALLING)
     if instance is None:
@@ -162,10 +187,12 @@ def version_evicted(state: State, event: VersionEvicted) -> None:
     instance = _asked(state, event, HostState.EVICTING)
     if instance is None:
         return
-    if instance.incoming is not None:  # dropped to make room: the install will answer for it
-        return absorb(state, "duplicate")
+    if instance.incoming is not None or instance.sleep is SleepState.FALLING_ASLEEP:
+        return absorb(state, "duplicate")  # dropped for another reason, which is answered for
     instance.ticket = instance.attempts = 0
     host.drop_host(state, instance, event.version)
+    if instance.sleep is SleepState.DRAINING:
+        state.disturbed.add(instance.id)
     host.let_go(state, instance)
 
 

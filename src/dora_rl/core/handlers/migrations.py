@@ -9,7 +9,7 @@ from dora_rl.core.protocol.events import (
     MigrationReserved,
     TrajectoriesParked,
 )
-from dora_rl.core.protocol.types import MigrationId, Placement, TrajectoryState
+from dora_rl.core.protocol.types import MigrationId, Placement, SleepState, TrajectoryState
 from dora_rl.core.state.run import State
 from dora_rl.core.state.transfers import Migration, Phase
 
@@ -20,6 +20,7 @@ def trajectories_parked(state: State, event: TrajectoriesParked) -> None:
         return
     if not instance.parking:
         return absorb(state, "duplicate")
+    draining = instance.sleep is SleepState.DRAINING
     for trajectory_id, fence in event.parked:
         trajectory = state.work.trajectories.get(trajectory_id)
         if (
@@ -27,13 +28,16 @@ def trajectories_parked(state: State, event: TrajectoriesParked) -> None:
             and trajectory.fence == fence
             and trajectory.instance == instance.id
             and trajectory.state is TrajectoryState.RUNNING
-            and trajectory.version == instance.outgoing
+            and (trajectory.version == instance.outgoing or draining)
         ):
             trajectory.migration = None
             state.fleet.discard(instance, trajectory.version, trajectory_id, trajectory.paused)
             state.fleet.park(instance, trajectory.version, trajectory_id)
             state.work.park(trajectory)
-    host.emptied(state, instance)
+    if draining:
+        host.parked_to_sleep(state, instance)
+    else:
+        host.emptied(state, instance)
 
 
 def migration_reserved(state: State, event: MigrationReserved) -> None:

@@ -38,6 +38,12 @@ def _no_install(state: State, timer: Timer) -> None:
         host.repeat(state, instance, f"did not answer a {timer.wait} command")
 
 
+def _no_switch(state: State, timer: Timer) -> None:
+    instance = state.fleet.instances.get(timer.subject)
+    if instance is not None and instance.ticket == timer.ticket:
+        host.switch_again(state, instance)
+
+
 def _no_migration(state: State, timer: Timer) -> None:
     migration = state.migrations.live.get(timer.subject)
     if migration is not None:
@@ -105,6 +111,7 @@ _EXPIRED: dict[Wait, Callable[[State, Timer], None]] = {
     Wait.HEARTBEAT: _no_heartbeat,
     Wait.INSTALL: _no_install,
     Wait.PARKING: _no_install,
+    Wait.SWITCH: _no_switch,
     Wait.MIGRATION: _no_migration,
     Wait.SCORE: _no_score,
     Wait.JUDGE: _no_judgement,

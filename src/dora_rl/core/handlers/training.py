@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from dora_rl.core.actions import host
+from dora_rl.core.actions import host, lend
 from dora_rl.core.actions.finish import end_group, halt
 from dora_rl.core.actions.train import send_batch
 from dora_rl.core.handlers.common import absorb, refuse
@@ -35,6 +35,7 @@ def batch_trained(state: State, event: BatchTrained) -> None:
     if trainer.trained_at is not None:
         state.estimates.observe_step(state.now - trainer.trained_at)
     trainer.trained_at = state.now
+    lend.observe_training(state)
     _publish(state)
 
 
@@ -115,7 +116,7 @@ def weights_published(state: State, event: WeightsPublished) -> None:
                 state.work.rebind(trajectory, event.version)
         state.unplaced.add(event.version)
     for instance in state.fleet.instances.values():
-        if not instance.hosts and instance.settled and not instance.leaving:
+        if not instance.hosts and instance.settled and instance.available:
             host.convert(state, instance, event.version, None)
     host.await_fleet(state)
     _resume(state)

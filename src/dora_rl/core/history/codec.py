@@ -4,7 +4,8 @@ Invariants: `decode(T, encode(x)) == x` for every type of the core, also after a
 JSON; floats, ints and the order of dicts survive; whatever does not fit a type is refused with
 the place where it stands. A dataclass becomes an object by field name, a NamedTuple a list, a
 dict an object where its keys are strings and else a list of pairs, a set a sorted list, a union
-of dataclasses `[name, object]`. Fields with `metadata={"derived": True}` are left out, and left
+of dataclasses `[name, object]`. Fields that earlier releases did not have (`types.ADDED`) are left
+out at their defaults. Fields with `metadata={"derived": True}` are left out, and left
 to their defaults: whoever owns the object rebuilds them. Events and commands have a short form
 of their own, `[name, *fields]`.
 
@@ -20,6 +21,7 @@ from typing import Any, TypeVar, cast, get_args, get_type_hints, overload
 from dora_rl.core.history.codec_types import (
     Convert,
     Misfit,
+    added,
     decoder,
     encode_by_value,
     encoder,
@@ -113,7 +115,20 @@ def _message_encoder(cls: type) -> Callable[[Any], list[Any]]:
     get = attrgetter(*names)
     if len(names) == 1:
         return lambda message: [name, get(message)]
+    new = added(cls)
+    if new:
+        return lambda message: [name, *_without_defaults(get(message), tuple(new.values()))]
     return lambda message: [name, *get(message)]
+
+
+def _without_defaults(values: tuple[Any, ...], defaults: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The fields of a message, less those at its end that are new and at their defaults."""
+    kept = len(values)
+    for default in reversed(defaults):
+        if values[kept - 1] != default:
+            break
+        kept -= 1
+    return values[:kept]
 
 
 def _message_decoder(cls: type) -> Convert:
@@ -121,16 +136,17 @@ def _message_decoder(cls: type) -> Convert:
     names = [field.name for field in fields(cls)]
     parts = [decoder(hints[name]) for name in names]
     size = len(names) + 1
+    least = size - len(added(cls))
     plain = signatures([str, *(hints[name] for name in names)])
 
     def decode_message(data: list[Any]) -> Any:
         if tuple(map(type, data)) in plain:
             return cls(*data[1:])
-        if len(data) != size:
+        if not least <= len(data) <= size:
             raise Misfit(f"expected {size - 1} fields, got {len(data) - 1}")
         arguments: list[Any] = []
         try:
-            for part, value in zip(parts, data[1:], strict=True):
+            for part, value in zip(parts, data[1:], strict=False):  # new fields may be missing
                 arguments.append(part(value))
         except Misfit as misfit:
             misfit.path.append(names[len(arguments)])

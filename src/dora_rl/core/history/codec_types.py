@@ -113,6 +113,11 @@ def _stored(cls: Any) -> Iterator[Any]:
     return (field for field in fields(cls) if not field.metadata.get("derived"))
 
 
+def added(cls: Any) -> dict[str, Any]:
+    """The fields that earlier releases did not have, with their defaults."""
+    return {f.name: f.default for f in fields(cls) if f.metadata.get("added")}
+
+
 def _same(value: Any) -> Any:
     return value
 
@@ -144,12 +149,19 @@ class _Encoders:
     @staticmethod
     def dataclass(cls: Any) -> Convert:
         parts: list[tuple[str, Convert]] = []  # filled at first use: a class may contain itself
+        new = added(cls)
 
         def encode_fields(value: Any) -> dict[str, Any]:
             if not parts:
                 hints = get_type_hints(cls)
                 parts.extend((f.name, encoder(hints[f.name])) for f in _stored(cls))
-            return {name: part(getattr(value, name)) for name, part in parts}
+            if not new:
+                return {name: part(getattr(value, name)) for name, part in parts}
+            return {
+                name: part(getattr(value, name))
+                for name, part in parts
+                if name not in new or getattr(value, name) != new[name]
+            }
 
         return encode_fields
 
@@ -272,6 +284,7 @@ class _Decoders:
     def dataclass(cls: Any) -> Convert:
         parts: dict[str, Convert] = {}
         late: list[str] = []
+        new = added(cls)
 
         def decode_fields(data: Any) -> Any:
             if not parts:
@@ -280,10 +293,14 @@ class _Decoders:
                 parts.update((f.name, decoder(hints[f.name])) for f in _stored(cls))
             if type(data) is not dict:
                 raise Misfit(f"expected an object, got {shown(data)}")
-            if data.keys() != parts.keys():
+            if data.keys() != parts.keys() and not (
+                parts.keys() - new.keys() <= data.keys() <= parts.keys()
+            ):
                 raise Misfit(_unlike(parts, data))
             values = {}
             for name, part in parts.items():
+                if name not in data:
+                    continue  # one that was added since, at its default
                 try:
                     values[name] = part(data[name])
                 except Misfit as misfit:

@@ -103,7 +103,7 @@ class Planner:
         length: Callable[[TrajectoryId], int] = lambda _: 0,
         kv_limit: float = 1.0,
     ) -> None:
-        self.instances = [i for i in instances if not i.leaving]
+        self.instances = [i for i in instances if i.available]
         self.places = sum(i.version_slots for i in self.instances)
         self.demands = {d.version: d for d in demands}
         self.newest = newest

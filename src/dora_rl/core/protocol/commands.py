@@ -190,6 +190,25 @@ class Resume:
 
 
 @dataclass(frozen=True, slots=True)
+class Sleep:
+    """Drop every version and give the devices to training; answer with `InstanceSlept`.
+
+    Nothing runs on the instance. What is parked there stays, in host memory.
+    """
+
+    instance: InstanceId
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Take the devices back from training; answer with `InstanceWoke`. No version is there yet."""
+
+    instance: InstanceId
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
 class Expel:
     """The core no longer knows this incarnation: kill it; it may join again as a higher one."""
 
@@ -241,6 +260,8 @@ Command: TypeAlias = (
     | Delete
     | Suspend
     | Resume
+    | Sleep
+    | Wake
     | Expel
     | Dismiss
     | SetTimer

@@ -4,10 +4,11 @@ An event about a trajectory carries the fence of the placement that it speaks of
 instance the incarnation of that instance, so that whatever was superseded is told apart.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from dora_rl.core.protocol.types import (
+    ADDED,
     Fence,
     GroupId,
     InstanceId,
@@ -34,13 +35,17 @@ class PromptsAvailable:
 
 @dataclass(frozen=True, slots=True)
 class InstanceJoined:
-    """An instance is up and empty. Every start of the process is a higher incarnation."""
+    """An instance is up and empty. Every start of the process is a higher incarnation.
+
+    The devices of an `elastic` one are the trainer's: it joins asleep.
+    """
 
     instance: InstanceId
     incarnation: int
     slots: int
     kv_capacity_tokens: int
     version_slots: int = 1
+    elastic: bool = field(default=False, metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,22 @@ class InstanceFailed:
 @dataclass(frozen=True, slots=True)
 class InstanceStopped:
     """An instance is gone because the run was: nothing that it held is to blame."""
+
+    instance: InstanceId
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceSlept:
+    """Answers `Sleep`: no version is held any more, and training has the devices."""
+
+    instance: InstanceId
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceWoke:
+    """Answers `Wake`: rollout has the devices, and a version can be installed."""
 
     instance: InstanceId
     incarnation: int
@@ -287,6 +308,8 @@ Event: TypeAlias = (
     | InstanceLeaving
     | InstanceFailed
     | InstanceStopped
+    | InstanceSlept
+    | InstanceWoke
     | VersionInstalled
     | InstallFailed
     | VersionEvicted

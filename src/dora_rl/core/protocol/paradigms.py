@@ -38,6 +38,11 @@ class Paradigm:
     staleness: int | None = None
     """K, where the paradigm itself fixes it."""
 
+    @property
+    def lends(self) -> bool:
+        """Devices are split, and running work can leave them: they can be lent."""
+        return self.rebalances and not self.colocated
+
     def max_staleness(self, settings: Settings) -> int:
         return settings.max_staleness if self.staleness is None else self.staleness
 

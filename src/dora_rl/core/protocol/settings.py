@@ -3,10 +3,11 @@
 Stdlib only. Times are seconds of the world's monotonic clock, whatever drives it.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
 from dora_rl.core.protocol.errors import SettingsError
+from dora_rl.core.protocol.types import ADDED
 
 
 class ParadigmName(StrEnum):
@@ -22,6 +23,14 @@ class OnFailedMember(StrEnum):
 
     TRAIN_REST = "train_rest"  # the others are trained; the batch records the true size
     FAIL_GROUP = "fail_group"  # the others fail with it
+
+
+class Elastic(StrEnum):
+    """Which role may borrow the other's devices while those would idle (docs/elastic.md)."""
+
+    OFF = "off"
+    ROLLOUT = "rollout"  # rollout borrows from a trainer that waits
+    BOTH = "both"  # and training from instances that have nothing to do
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,13 @@ class Settings:
     migration_estimate_s: float = 1.0
     """Time to migrate one trajectory, until it has been observed."""
 
+    elastic: Elastic = field(default=Elastic.OFF, metadata=ADDED)
+    """Lend devices between training and rollout, where the paradigm splits and rebalances them."""
+    elastic_gain: float = field(default=2.0, metadata=ADDED)
+    """Hysteresis: a loan must save this many times what it may cost."""
+    switch_estimate_s: float = field(default=10.0, metadata=ADDED)
+    """Time for an instance to fall asleep, or to wake, until it has been observed."""
+
     max_retries: int = 3
     """Failures of its own that a trajectory survives; the next one is terminal."""
     max_losses: int = 10
@@ -87,16 +103,16 @@ class Settings:
     """Work waits and no instance is there for this long: the run halts and says so."""
 
     def __post_init__(self) -> None:
-        for name, choices in (("paradigm", ParadigmName), ("on_failed_member", OnFailedMember)):
+        for name, choices in _CHOICES:
             object.__setattr__(self, name, _choice(name, getattr(self, name), choices))
         for name, least, reason in _AT_LEAST:
             _require_at_least(name, getattr(self, name), least, reason)
         for name, most, reason in _AT_MOST:
             if getattr(self, name) > most:
                 raise SettingsError(f"{name} must be <= {most}: `{getattr(self, name)}`. {reason}")
-        for field in fields(self):
-            if field.name.endswith("_timeout_s"):
-                _require_duration(field.name, getattr(self, field.name), "Every wait needs an end.")
+        for each in fields(self):
+            if each.name.endswith("_timeout_s"):
+                _require_duration(each.name, getattr(self, each.name), "Every wait needs an end.")
         if not 0.0 < self.idle_slots <= 1.0:
             raise SettingsError(
                 f"idle_slots must be in (0, 1]: `{self.idle_slots}`. "
@@ -111,11 +127,12 @@ class Settings:
             "rebalance_period_s", self.rebalance_period_s, "Use a large value to rebalance rarely."
         )
         _require_duration("turn_s", self.turn_s, "It is the length of a version's turn.")
-        if not self.migration_gain >= 1.0:
-            raise SettingsError(
-                f"migration_gain must be >= 1: `{self.migration_gain}`. "
-                "Below 1, moves that lose time would be made."
-            )
+        for name, what in (("migration_gain", "moves"), ("elastic_gain", "loans")):
+            if not getattr(self, name) >= 1.0:
+                raise SettingsError(
+                    f"{name} must be >= 1: `{getattr(self, name)}`. "
+                    f"Below 1, {what} that lose time would be made."
+                )
         if 0 < self.pipeline_depth < self.groups_per_step:
             raise SettingsError(
                 f"pipeline_depth must be 0 or >= groups_per_step ({self.groups_per_step}): "
@@ -129,6 +146,11 @@ class Settings:
             )
 
 
+_CHOICES: tuple[tuple[str, type[StrEnum]], ...] = (
+    ("paradigm", ParadigmName),
+    ("on_failed_member", OnFailedMember),
+    ("elastic", Elastic),
+)
 _AT_MOST: tuple[tuple[str, int, str], ...] = (
     ("groups_per_step", 10_000_000, "No cluster trains on more in a step."),
     ("group_size", 100_000, "No prompt needs more responses."),
@@ -151,6 +173,7 @@ _AT_LEAST: tuple[tuple[str, int, str], ...] = (
     ("max_wasted_batches", 1, "Use a large value to continue whatever happens."),
     ("install_estimate_s", 0, "It is a duration."),
     ("migration_estimate_s", 0, "It is a duration."),
+    ("switch_estimate_s", 0, "It is a duration."),
 )
 
 

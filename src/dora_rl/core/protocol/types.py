@@ -16,6 +16,13 @@ TrajectoryId: TypeAlias = int  # group * group_size + member
 MigrationId: TypeAlias = int
 Fence: TypeAlias = int  # unique number of one placement of one trajectory; 0 is "nowhere"
 
+ADDED = {"added": True}
+"""Metadata of a field that journals and snapshots of earlier releases do not have.
+
+It is read as its default where it is missing, and left out where it has that: what does not use
+it is written as before, to the byte.
+"""
+
 
 class Segment(NamedTuple):
     """A run of tokens that one set of weights sampled, as the engine itself reports it."""
@@ -92,6 +99,17 @@ class HostState(StrEnum):
     EVICTING = "evicting"
 
 
+class SleepState(StrEnum):
+    """Which role has the devices of an instance; only while it is awake, rollout."""
+
+    AWAKE = "awake"
+    DRAINING = "draining"  # takes no work any more; what it has moves away or is parked
+    FALLING_ASLEEP = "falling_asleep"  # empty, and told to give its devices to training
+    ASLEEP = "asleep"  # holds no weights; training has its devices
+    WAKING = "waking"  # told to take its devices back
+
+
+_S = SleepState
 _T = TrajectoryState
 _G = GroupState
 _V = VersionState
@@ -105,6 +123,14 @@ TRAJECTORY_MOVES: dict[TrajectoryState, frozenset[TrajectoryState]] = {
     _T.TRAINED: frozenset(),
     _T.FILTERED: frozenset(),
     _T.FAILED: frozenset(),
+}
+
+SLEEP_MOVES: dict[SleepState, frozenset[SleepState]] = {
+    _S.AWAKE: frozenset({_S.DRAINING}),
+    _S.DRAINING: frozenset({_S.FALLING_ASLEEP}),
+    _S.FALLING_ASLEEP: frozenset({_S.ASLEEP}),
+    _S.ASLEEP: frozenset({_S.WAKING}),
+    _S.WAKING: frozenset({_S.AWAKE}),
 }
 
 GROUP_MOVES: dict[GroupState, frozenset[GroupState]] = {

@@ -8,7 +8,16 @@ heap of (load, instance), and an entry that is out of date is skipped.
 import heapq
 from dataclasses import dataclass, field
 
-from dora_rl.core.protocol.types import HostState, InstanceId, TrajectoryId, Version
+from dora_rl.core.protocol.types import (
+    ADDED,
+    SLEEP_MOVES,
+    HostState,
+    InstanceId,
+    SleepState,
+    TrajectoryId,
+    Version,
+    check_move,
+)
 from dora_rl.core.state.work import DERIVED
 
 
@@ -35,6 +44,9 @@ class Instance:
     parking: bool = False
     attempts: int = 0  # at what it was asked last
     checked_at: float = 0.0  # when stuck trajectories were last looked for
+    elastic: bool = field(default=False, metadata=ADDED)  # its devices are the trainer's
+    sleep: SleepState = field(default=SleepState.AWAKE, metadata=ADDED)
+    switching_since: float = field(default=0.0, metadata=ADDED)  # the last change of `sleep` asked
     load: int = field(default=0, metadata=DERIVED)  # slots in use or promised
 
     def rebuild(self) -> None:
@@ -47,6 +59,17 @@ class Instance:
         return max(0, self.slots - self.load)
 
     @property
+    def available(self) -> bool:
+        """It takes work: it stays, and rollout has its devices."""
+        return not self.leaving and self.sleep is SleepState.AWAKE
+
+    @property
+    def lent(self) -> bool:
+        """Its devices are not, or not surely, where they belong."""
+        home = SleepState.ASLEEP if self.elastic else SleepState.AWAKE
+        return self.sleep is not home
+
+    @property
     def num_trajectories(self) -> int:
         """Running and parked here: what would be lost with it."""
         return sum(map(len, self.residents.values())) + sum(map(len, self.parked.values()))
@@ -56,7 +79,7 @@ class Instance:
         return (
             self.hosts.get(version) is HostState.READY
             and self.outgoing != version
-            and not self.leaving
+            and self.available
         )
 
     def open_for(self, version: Version) -> bool:
@@ -84,6 +107,8 @@ class Fleet:
     slots: int = field(default=0, metadata=DERIVED)
     load: int = field(default=0, metadata=DERIVED)  # of all instances that stay
     installing: dict[Version, int] = field(default_factory=dict, metadata=DERIVED)
+    elastic: set[InstanceId] = field(default_factory=set, metadata=DERIVED)
+    lent: set[InstanceId] = field(default_factory=set, metadata=DERIVED)
     _open: dict[Version, list[tuple[int, InstanceId]]] = field(
         default_factory=dict, metadata=DERIVED
     )
@@ -91,7 +116,8 @@ class Fleet:
     def rebuild(self) -> None:
         for instance in self.instances.values():
             instance.rebuild()
-            if not instance.leaving:
+            self._count(instance)
+            if instance.available:
                 self.slots += instance.slots
                 self.load += instance.load
             for version, state in instance.hosts.items():
@@ -105,20 +131,56 @@ class Fleet:
 
     def join(self, instance: Instance) -> None:
         self.instances[instance.id] = instance
-        self.slots += instance.slots
+        self._count(instance)
+        if instance.available:
+            self.slots += instance.slots
 
     def leave(self, instance: Instance) -> None:
         """It takes no new work from here on."""
-        if not instance.leaving:
-            instance.leaving = True
+        if instance.available:
             self.slots -= instance.slots
             self.load -= instance.load
+        instance.leaving = True
+
+    def set_sleep(self, instance: Instance, sleep: SleepState) -> None:
+        """Change which role has its devices; IllegalTransition where that cannot follow."""
+        before = instance.available
+        name = f"instance {instance.id}"
+        instance.sleep = check_move(SLEEP_MOVES, instance.sleep, sleep, name)
+        change = instance.available - before
+        self.slots += change * instance.slots
+        self.load += change * instance.load
+        self._count(instance)
+
+    @property
+    def num_awake(self) -> int:
+        """Instances that rollout has the devices of."""
+        switching = (self.instances[i].sleep for i in self.elastic | self.lent)
+        return len(self.instances) - sum(sleep is not SleepState.AWAKE for sleep in switching)
+
+    def borrowed(self) -> list[Instance]:
+        """Elastic instances that do not sleep: training must not begin."""
+        return [self.instances[i] for i in sorted(self.lent & self.elastic)]
+
+    def helping(self) -> list[Instance]:
+        """Instances of rollout's own whose devices training has, or is about to have."""
+        return [self.instances[i] for i in sorted(self.lent - self.elastic)]
+
+    def _count(self, instance: Instance) -> None:
+        if instance.elastic:
+            self.elastic.add(instance.id)
+        if instance.lent:
+            self.lent.add(instance.id)
+        else:
+            self.lent.discard(instance.id)
 
     def remove(self, instance: Instance) -> None:
         self.leave(instance)
         for version in list(instance.hosts):
             self.set_host(instance, version, None)
         del self.instances[instance.id]
+        self.elastic.discard(instance.id)
+        self.lent.discard(instance.id)
         self.ended[instance.id] = instance.incarnation
 
     def set_host(self, instance: Instance, version: Version, state: HostState | None) -> None:
@@ -195,7 +257,7 @@ class Fleet:
 
     def _add_load(self, instance: Instance, change: int) -> None:
         instance.load += change
-        if not instance.leaving:
+        if instance.available:
             self.load += change
         self.offer(instance)
 

@@ -10,8 +10,8 @@ from enum import StrEnum
 
 from dora_rl.core.protocol.commands import Command
 from dora_rl.core.protocol.paradigms import PARADIGMS, Paradigm
-from dora_rl.core.protocol.settings import Settings
-from dora_rl.core.protocol.types import Fence, GroupId, InstanceId, TrajectoryId, Version
+from dora_rl.core.protocol.settings import Elastic, Settings
+from dora_rl.core.protocol.types import ADDED, Fence, GroupId, InstanceId, TrajectoryId, Version
 from dora_rl.core.state.fleet import Fleet
 from dora_rl.core.state.timers import Timers, Wait
 from dora_rl.core.state.transfers import Migrations
@@ -47,6 +47,9 @@ class Estimates:
     install_s: float
     migration_s: float
     step_s: float | None = None
+    sleep_s: float = field(default=0.0, metadata=ADDED)  # of an instance, from when it is asked
+    wake_s: float = field(default=0.0, metadata=ADDED)
+    train_s: float = field(default=0.0, metadata=ADDED)  # of a train step; 0: none was seen
 
     def observe_install(self, seconds: float) -> None:
         self.install_s += 0.2 * (seconds - self.install_s)
@@ -54,11 +57,56 @@ class Estimates:
     def observe_migration(self, seconds: float) -> None:
         self.migration_s += 0.2 * (seconds - self.migration_s)
 
+    def observe_sleep(self, seconds: float) -> None:
+        self.sleep_s += 0.3 * (seconds - self.sleep_s)
+
+    def observe_wake(self, seconds: float) -> None:
+        self.wake_s += 0.3 * (seconds - self.wake_s)
+
+    def observe_train(self, seconds: float) -> None:
+        before = self.train_s or seconds
+        self.train_s = before + 0.5 * (seconds - before)
+
     def observe_step(self, seconds: float) -> None:
         if self.step_s is None:
             self.step_s = seconds
         else:
             self.step_s += 0.5 * (seconds - self.step_s)
+
+
+@dataclass(slots=True)
+class Lending:
+    """What loans are decided on: how fast rollout is by itself, and what was lent for which step.
+
+    Rollout is watched from the beginning of a train step to that of the next one, or to a loan
+    before it: a loan does not change what the next one is decided on.
+    """
+
+    since: float | None = 0.0  # the beginning of what is watched; None during a loan
+    ready_before: int = 0  # complete groups that were there then
+    groups: float = 0.0  # made ready while it was watched, and the time that took: what lies back
+    seconds: float = 0.0  # a step counts half
+    own_slots: int = 0  # of rollout's own devices
+    trained_since: float = 0.0
+    step: int = -1  # the last step that the trainer's devices were lent before
+    helped_step: int = -1  # the last step that rollout's were lent during
+    look_at: float = 0.0  # when to look next for instances that rollout can spare
+
+    def watch(self, now: float, ready: int) -> None:
+        """Begin to watch; `ready` groups are complete."""
+        self.since, self.ready_before = now, ready
+
+    def close(self, now: float, ready: int) -> None:
+        """Take in what was watched, if anything was."""
+        if self.since is not None:
+            self.groups = self.groups / 2 + ready - self.ready_before
+            self.seconds = self.seconds / 2 + now - self.since
+            self.since = None
+
+    @property
+    def groups_per_s(self) -> float:
+        """0 where it is not known."""
+        return max(0.0, self.groups / self.seconds) if self.seconds > 0 else 0.0
 
 
 @dataclass(slots=True)
@@ -84,6 +132,7 @@ class State:
     wasted_groups: int = 0
     """Groups in a row that ended without being trained on."""
     halted: bool = False
+    lending: Lending | None = field(default=None, metadata=ADDED)  # where devices are lent
 
     # Of one call of `handle`: empty before and after.
     out: list[Command] = field(default_factory=list, metadata=DERIVED)
@@ -100,10 +149,18 @@ class State:
 
     @classmethod
     def fresh(cls, settings: Settings) -> "State":
+        lends = settings.elastic is not Elastic.OFF and PARADIGMS[settings.paradigm].lends
+        switch_s = settings.switch_estimate_s if lends else 0.0
         return cls(
             settings,
             Work(settings.group_size),
-            Estimates(settings.install_estimate_s, settings.migration_estimate_s),
+            Estimates(
+                settings.install_estimate_s,
+                settings.migration_estimate_s,
+                sleep_s=switch_s,
+                wake_s=switch_s,
+            ),
+            lending=Lending() if lends else None,
         )
 
     def rebuild(self) -> None:

@@ -16,6 +16,7 @@ class Wait(StrEnum):
     INSTALL = "install"  # instance, fence
     MIGRATION = "migration"  # migration
     PARKING = "parking"  # instance, fence
+    SWITCH = "switch"  # instance, fence
     SCORE = "score"  # trajectory, fence
     JUDGE = "judge"  # group, attempt
     TRAIN = "train"  # step, attempt

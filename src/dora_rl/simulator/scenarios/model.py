@@ -14,7 +14,7 @@ from pydantic import Field, field_serializer, model_validator
 from dora_rl.config import ConfigModel, validate
 from dora_rl.core.protocol.errors import UserError
 from dora_rl.core.protocol.paradigms import PARADIGMS
-from dora_rl.core.protocol.settings import ParadigmName, Settings
+from dora_rl.core.protocol.settings import Elastic, ParadigmName, Settings
 from dora_rl.simulator.cost_parameters import Efficiency, Model, NamedDevice
 from dora_rl.simulator.faults import FaultParams
 from dora_rl.simulator.params import WorldParams
@@ -220,6 +220,7 @@ class Scenario(ConfigModel):
             reward_workers=self.task.reward_workers,
             report_period_s=self.runtime.report_period_s,
             train_devices=0 if PARADIGMS[paradigm].colocated else cluster.train_devices,
+            elastic_instances=self._elastic_instances(paradigm),
             save_period_s=inf if cluster.save_period_s is None else cluster.save_period_s,
             model=self.model,
             efficiency=self.efficiency,
@@ -265,6 +266,12 @@ class Scenario(ConfigModel):
                 f"`{left}`. Change cluster.devices or cluster.train_devices."
             )
         return left // each
+
+    def _elastic_instances(self, paradigm: ParadigmName) -> int:
+        """As many as fit on the trainer's devices, where these are lent."""
+        if self.orchestration.elastic is Elastic.OFF or not PARADIGMS[paradigm].lends:
+            return 0
+        return self.cluster.train_devices // self.cluster.devices_per_instance
 
     def _check_memory(self, params: WorldParams) -> None:
         try:
