@@ -1,6 +1,7 @@
 """Seconds and bytes that a version takes from the trainer to the engines, by each transport.
 
-The sender and every receiver are processes of this machine. The weights are random, in bfloat16,
+The sender and every receiver are processes of this machine, with an actor of Ray beside each where
+they use its object store. The weights are random, in bfloat16,
 and some of them move to the next number with every version, as at a small learning rate.
 """
 
@@ -9,22 +10,28 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dora_rl.benchmarks.contestants.process import Contestant, Start, start_all
 from dora_rl.benchmarks.reporting import Reporter
 from dora_rl.benchmarks.training import workplace
 from dora_rl.core.protocol.errors import UserError
-from dora_rl.extras import require
+from dora_rl.extras import missing, require
+from dora_rl.runtime.launchers.ray.installation import check_installed, prepare_import
+
+if TYPE_CHECKING:  # it imports Ray
+    from dora_rl.runtime.launchers.ray.lone_actors import LoneActor
 
 TRANSPORTS: dict[str, dict[str, Any]] = {
     "directory": {"transport": "directory", "delta": False},
     "directory+delta": {"transport": "directory", "delta": True},
     "process_group": {"transport": "process_group", "delta": False},
     "process_group+delta": {"transport": "process_group", "delta": True},
+    "object_store": {"transport": "object_store", "delta": False},
+    "object_store+delta": {"transport": "object_store", "delta": True},
 }
 _FILE = Path(__file__).parent / "contestants" / "transporter.py"
 _BYTES = 2  # of a parameter in bfloat16
@@ -36,7 +43,8 @@ _MOST_RECEIVERS = 16
 class Plan:
     """What is to be measured; refuses what cannot be."""
 
-    transports: tuple[str, ...] = tuple(TRANSPORTS)
+    transports: tuple[str, ...] = ()
+    """By default all that this installation has: `object_store` needs Ray."""
     parameters: tuple[int, ...] = (10, 100, 500)
     """In millions."""
     receivers: tuple[int, ...] = (1, 4)
@@ -44,6 +52,9 @@ class Plan:
     versions: int = 3
 
     def __post_init__(self) -> None:
+        if not self.transports:
+            found = (n for n in TRANSPORTS if not _by_objects(n) or not missing("ray"))
+            object.__setattr__(self, "transports", tuple(found))
         for name in self.transports:
             if name not in TRANSPORTS:
                 raise UserError(f"--transports must be of {', '.join(TRANSPORTS)}: `{name}`.")
@@ -63,6 +74,15 @@ class Plan:
             for receivers in self.receivers:
                 for name in self.transports:
                     yield Case(name, parameters, receivers)
+
+    @property
+    def by_objects(self) -> bool:
+        return any(map(_by_objects, self.transports))
+
+    @property
+    def object_bytes(self) -> int:
+        """Of an object store in which three versions are at once, and some room."""
+        return max(self.parameters) * 1_000_000 * _BYTES * 3 + (256 << 20)
 
     @property
     def disk_bytes(self) -> int:
@@ -141,15 +161,37 @@ def measure(plan: Plan, reporter: Reporter | None = None) -> Result:
             )
         with ExitStack() as stack:
             names = ["sender", *(f"receiver-{n}" for n in range(max(plan.receivers)))]
+            actors = stack.enter_context(_actors(plan, len(names), reporter))
             started = start_all(stack, list(map(_start, names)), place, reporter)
             for case in plan.cases():
                 cases.append(case)
-                _measure(plan, cases, started, place, reporter)
+                beside = actors if _by_objects(case.transport) else []
+                _measure(plan, cases, started, beside, place, reporter)
     return result()
 
 
+@contextmanager
+def _actors(plan: Plan, count: int, reporter: Reporter) -> "Iterator[list[LoneActor]]":
+    """One for each process, where the object store of a cluster is measured."""
+    if not plan.by_objects:
+        yield []
+        return
+    check_installed()
+    prepare_import(None)
+    reporter.phase("a Ray cluster of this machine starts")
+    from dora_rl.runtime.launchers.ray.lone_actors import lone_actors
+
+    with lone_actors(count, plan.object_bytes) as actors:
+        yield actors
+
+
 def _measure(
-    plan: Plan, cases: list[Case], started: Sequence[Contestant], place: Path, reporter: Reporter
+    plan: Plan,
+    cases: list[Case],
+    started: Sequence[Contestant],
+    actors: "Sequence[LoneActor]",
+    place: Path,
+    reporter: Reporter,
 ) -> None:
     """Fill the last case; the first version, which every receiver gets whole, is not counted."""
     case = cases[-1]
@@ -159,18 +201,36 @@ def _measure(
         ends = {"weights": f"{work}/weights", "settings": TRANSPORTS[case.transport]}
         size = {"parameters": case.parameters * 1_000_000, "changed": plan.changed}
         sender.ask("load", **ends, **size)
-        for receiver in receivers:
-            receiver.ask("load", **ends, cache=f"{work}/{receiver.name}")
+        if actors:
+            actors[0].serve(Path(work, "weights"))
+        for number, receiver in enumerate(receivers, start=1):
+            if actors:
+                _link(receiver, actors[number], actors[0], work, ends)
+            else:
+                receiver.ask("load", **ends, cache=f"{work}/{receiver.name}")
         for version in range(plan.versions + 1):
             reporter.step(f"version {version} of {plan.versions}")
             if version:
                 sender.ask("change")
             published_s = sender.ask("publish", version=version)
+            if actors and version >= 2:
+                actors[0].retire(version - 2)  # it was deleted
             found = _receive(receivers, version)
             if version:
                 cases[-1] = _with(cases[-1], published_s, found)
         for end in (*receivers, sender):
             end.ask("close")
+
+
+def _link(
+    receiver: Contestant, actor: "LoneActor", sender: "LoneActor", work: str, ends: dict[str, Any]
+) -> None:
+    """Have a receiver pull from the object store, by the actor beside it."""
+    path = Path(work, f"{receiver.name}.socket")
+    receiver.ask("load", **ends, cache=f"{work}/{receiver.name}", objects=str(path))
+    actor.connect(Path(work, "weights"), path)
+    actor.introduce(sender)
+    receiver.ask("accept")
 
 
 def _with(case: Case, publish_s: float, found: list[dict[str, Any]]) -> Case:
@@ -191,6 +251,10 @@ def _receive(receivers: Sequence[Contestant], version: int) -> list[dict[str, An
     for receiver in receivers:
         receiver.send("receive", version=version)
     return [receiver.receive() for receiver in receivers]
+
+
+def _by_objects(transport: str) -> bool:
+    return TRANSPORTS.get(transport, {}).get("transport") == "object_store"
 
 
 def _start(name: str) -> Start:

@@ -46,6 +46,20 @@ def deltas(root: Path) -> dict[Version, list[Version]]:
     return {version: sorted(bases, reverse=True) for version, bases in found.items()}
 
 
+def delta_route(root: Path, base: Version, manifest: Manifest) -> list[Path] | None:
+    """The deltas that lead from one version to another, in order; None if the whole is better."""
+    offered, path, size = deltas(root), [], 0
+    at = manifest.version
+    while at > base:
+        nearer = [v for v in offered.get(at, []) if base <= v < at]
+        if not nearer:
+            return None
+        path.append(delta_path(root, nearer[-1], at))
+        size += disk.size(path[-1])
+        at = nearer[-1]
+    return path[::-1] if at == base and size < manifest.num_bytes else None
+
+
 def check_files(directory: Path) -> Manifest:
     """Refuse a version one of whose files is not, to the byte, what its manifest says."""
     manifest = read_manifest(directory)

@@ -3,12 +3,17 @@
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from dora_rl.transports.objects.gateway import WEIGHTS, Gateway
+from dora_rl.transports.objects.host import LocalPeer, ObjectHost
+from dora_rl.transports.objects.link import ObjectLink
+from dora_rl.transports.objects.store import MemoryStore, Peer
 from dora_rl.transports.weights import WeightReceiver
 from dora_rl.transports.weights.registry import make_receiver
 from dora_rl.transports.weights.settings import WeightTransportSettings
@@ -33,6 +38,10 @@ class Harness:
         self._receivers: list[WeightReceiver] = []
         self._sender: Any = None
         self._line: Connection | None = None
+        self.objects = MemoryStore()
+        self.host = ObjectHost(self.objects, self.store)
+        self.peer: Peer = LocalPeer(self.host, self.objects)
+        self._links: list[ObjectLink] = []
 
     def restart(self, kill: str = "never") -> None:
         """A new sender over the same store; it kills itself where `sender.py` says."""
@@ -70,8 +79,17 @@ class Harness:
     def receiver(self, **settings: Any) -> WeightReceiver:
         cache = self._caches / str(len(self._receivers))
         mine = self.settings.model_copy(update=settings)
-        self._receivers.append(make_receiver(mine, self.store, cache))
+        objects = self.link() if mine.transport == "object_store" else None
+        self._receivers.append(make_receiver(mine, self.store, cache, objects))
         return self._receivers[-1]
+
+    def link(self) -> ObjectLink:
+        """To an object store in memory; the sender's versions are there for whoever asks."""
+        ours, theirs = socket.socketpair()
+        gateway = Gateway(ours, ObjectHost(self.objects, self.store))
+        gateway.introduce({WEIGHTS: self.peer})
+        self._links.append(ObjectLink(theirs))
+        return self._links[-1]
 
     def delete(self, version: int) -> None:
         delete_version(self.store, version)
@@ -105,6 +123,8 @@ class Harness:
     ) -> None:
         for receiver in self._receivers:
             receiver.close()
+        for link in self._links:
+            link.close()
         self.stop()
 
 

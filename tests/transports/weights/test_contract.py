@@ -30,6 +30,8 @@ TRANSPORTS = {
     "process group with deltas": WeightTransportSettings(
         transport="process_group", timeout_s=TIMEOUT_S
     ),
+    "object store": WeightTransportSettings(transport="object_store"),
+    "object store with deltas": WeightTransportSettings(transport="object_store", delta=True),
 }
 
 

@@ -1,11 +1,13 @@
 """One end of a transport of weights, in a process of its own; loaded by `serving.py`."""
 
+import socket
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dora_rl.transports.objects.link import ObjectLink
 from dora_rl.transports.weights.registry import make_publisher, make_receiver
 from dora_rl.transports.weights.settings import WeightTransportSettings
 from dora_rl.weights.loading import open_version
@@ -53,9 +55,25 @@ class Sender:
 class Receiver:
     """An instance's end."""
 
-    def __init__(self, weights: str, settings: dict[str, Any], cache: str) -> None:
-        named = WeightTransportSettings(**settings)
-        self._receiver = make_receiver(named, Path(weights), Path(cache))
+    def __init__(
+        self, weights: str, settings: dict[str, Any], cache: str, objects: str | None = None
+    ) -> None:
+        """`objects` is a path where whoever puts and gets objects for this process will connect."""
+        self._ends = WeightTransportSettings(**settings), Path(weights), Path(cache)
+        self._listener: socket.socket | None = None
+        if objects is None:
+            self._receiver = make_receiver(*self._ends)
+        else:
+            self._listener = socket.socket(socket.AF_UNIX)
+            self._listener.bind(objects)
+            self._listener.listen()
+
+    def accept(self) -> None:
+        """Who was to connect has."""
+        assert self._listener is not None
+        with self._listener:
+            link, _ = self._listener.accept()
+        self._receiver = make_receiver(*self._ends, ObjectLink(link))
 
     def receive(self, version: int) -> dict[str, float]:
         """Until an engine would have it: mapped, and compared with its digests."""
@@ -65,6 +83,8 @@ class Receiver:
         open_version(self._receiver.receive(version))
         seconds = time.perf_counter() - began
         self._receiver.release(version)
+        if traffic.fallbacks:
+            raise RuntimeError("a version did not come by the transport that is measured")
         return {
             "seconds": seconds,
             "sent_bytes": traffic.sent_bytes - before[0],

@@ -131,7 +131,7 @@ class SampleStore:
 
     def create(self) -> None:
         self._root.mkdir(exist_ok=True)
-        _sync(self._root.parent, os.O_DIRECTORY)
+        sync_path(self._root.parent)
 
     def seen(self, ref: RecordRef) -> None:
         """A worker has told of a record: it is done with its earlier files."""
@@ -155,18 +155,37 @@ class SampleStore:
 
     def sync(self) -> None:
         """Everything that was retained is on the disk when this returns."""
-        for file in self._unsynced:
-            if self._needed[file]:
-                _sync(self._root / file.name)
+        for path in self.take_unsynced():
+            sync_path(path)
+
+    def take_unsynced(self) -> list[Path]:
+        """What is to be synced so that everything that was retained is on the disk.
+
+        From here on it counts as synced: whoever takes it sees to it.
+        """
+        paths = [self._root / file.name for file in self._unsynced if self._needed[file]]
         self._unsynced.clear()
         if self._unnamed:
-            _sync(self._root, os.O_DIRECTORY)
+            paths.append(self._root)
             self._unnamed = False
+        return paths
 
     def collect(self) -> None:
         """Delete the files that are not needed and that nobody writes to any more."""
-        for file in [s for s, needed in self._needed.items() if not needed]:
-            if file < self._newest[file.instance]:
+        self.delete(self.unneeded())
+
+    def unneeded(self) -> list[_RecordFile]:
+        """The files that are not needed and that nobody writes to any more."""
+        return [
+            file
+            for file, needed in self._needed.items()
+            if not needed and file < self._newest[file.instance]
+        ]
+
+    def delete(self, files: Iterable[_RecordFile]) -> None:
+        """Delete files that were `unneeded`, once the ledger has forgotten them as well."""
+        for file in files:
+            if self._needed.get(file) == 0:
                 del self._needed[file]
                 self._delete(file.name)
 
@@ -191,8 +210,9 @@ class SampleStore:
             _log.warning("`%s` is not needed, and stays: %s", self._root / name, error)
 
 
-def _sync(path: Path, flags: int = 0) -> None:
-    fd = os.open(path, os.O_RDONLY | flags)
+def sync_path(path: Path) -> None:
+    """Have a file, or the names in a directory, on the disk. Any thread may."""
+    fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     except OSError as error:

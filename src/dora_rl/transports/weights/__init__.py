@@ -8,6 +8,7 @@
 directory       every receiver maps the files of the store: `shared_directory`
                 with deltas, it keeps copies and reads what changed: `delta_directory`
 process_group   the trainer broadcasts to the receivers that ask: `process_group`
+object_store    every receiver pulls from the object store of the cluster: `object_store`
 
 The store of whole versions is always there: it is what a resume continues from, and what a step
 loads that computes log-probabilities again. `registry` makes the ends that a configuration names.
@@ -36,6 +37,8 @@ class Traffic:
     """What the same versions take, each sent whole."""
     deltas: int = 0
     wholes: int = 0
+    fallbacks: int = 0
+    """Of the wholes, those that came another way than by the transport."""
 
     def count(self, manifest: Manifest, changes_bytes: int | None = None) -> None:
         """A version arrived with its manifest: by deltas of so many bytes, or whole."""

@@ -19,6 +19,7 @@ from dora_rl.weights.adapter import Adapter
 from dora_rl.weights.errors import WeightsError
 from dora_rl.weights.fingerprint import Fingerprint
 from dora_rl.weights.manifest import Manifest
+from dora_rl.weights.versions import delta_route
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class DeltaReceiver:
 
     def _by_deltas(self, manifest: Manifest) -> Path | None:
         base = self._cache.newest
-        route = base and delta_files.route(self._store.root, base.version, manifest)
+        route = base and delta_route(self._store.root, base.version, manifest)
         if not base or not route:
             return None
         changes = [delta_files.read(path, manifest) for path in route]

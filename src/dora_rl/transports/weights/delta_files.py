@@ -6,7 +6,6 @@ A delta is an offer. It may be missing, or go at any time with its version: then
 import logging
 from pathlib import Path
 
-from dora_rl.core.protocol.types import Version
 from dora_rl.transports.weights.version_cache import map_copy
 from dora_rl.weights import delta, disk
 from dora_rl.weights.errors import WeightsError
@@ -36,20 +35,6 @@ def offer(root: Path, manifest: Manifest) -> None:
             _write(root, read_manifest(path_of(root, before[-1])), manifest)
     except WeightsError as error:
         _log.warning("no delta to version %d: %s", manifest.version, error)
-
-
-def route(root: Path, base: Version, manifest: Manifest) -> list[Path] | None:
-    """The deltas that lead from one version to another, in order; None if the whole is better."""
-    offered, path, size = deltas(root), [], 0
-    at = manifest.version
-    while at > base:
-        nearer = [v for v in offered.get(at, []) if base <= v < at]
-        if not nearer:
-            return None
-        path.append(delta_path(root, nearer[-1], at))
-        size += disk.size(path[-1])
-        at = nearer[-1]
-    return path[::-1] if at == base and size < manifest.num_bytes else None
 
 
 def read(path: Path, manifest: Manifest) -> bytes:

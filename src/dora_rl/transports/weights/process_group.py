@@ -18,7 +18,7 @@ import torch
 
 from dora_rl.core.protocol.types import Version
 from dora_rl.transports.handshake import LOOPBACK, Listener, connect
-from dora_rl.transports.weights import Traffic, WeightPublisher, delta_files
+from dora_rl.transports.weights import Traffic, WeightPublisher
 from dora_rl.transports.weights.broadcast import Group, check_backend, connect_store, open_store
 from dora_rl.transports.weights.requests import (
     Done,
@@ -38,6 +38,7 @@ from dora_rl.weights.adapter import Adapter
 from dora_rl.weights.errors import WeightsError
 from dora_rl.weights.fingerprint import Fingerprint
 from dora_rl.weights.manifest import Manifest, decode
+from dora_rl.weights.versions import delta_route
 
 _POLL_S = 0.2  # between two looks at whether to end
 _TOGETHER_S = 0.03  # after a request, for others that ask for the same
@@ -149,7 +150,7 @@ class GroupPublisher:
         if request.base is None:
             return None
         try:
-            return delta_files.route(self.root, request.base, manifest)
+            return delta_route(self.root, request.base, manifest)
         except WeightsError:
             return None  # one of them has just gone
 

@@ -10,9 +10,11 @@ from dora_rl.config import ConfigModel
 class WeightTransportSettings(ConfigModel):
     """`[runtime.weights]`: from the trainer to the instances."""
 
-    transport: Literal["directory", "process_group"] = Field(
-        default="directory",
-        description="instances map the files of the run directory, or the trainer broadcasts them",
+    transport: Literal["directory", "process_group", "object_store"] | None = Field(
+        default=None,
+        description="instances map the files of the run directory, the trainer broadcasts them, or "
+        "instances pull them from the object store of a Ray cluster; else the last on a cluster "
+        "that runs, and the first elsewhere",
     )
     delta: bool | None = Field(
         default=None,
@@ -25,7 +27,8 @@ class WeightTransportSettings(ConfigModel):
     timeout_s: float = Field(
         default=120.0,
         gt=0,
-        description="of `process_group`: a version that has not arrived by then has failed",
+        description="a version that has not arrived by then has failed (`process_group`), or is "
+        "mapped from the run directory (`object_store`)",
     )
 
     @property

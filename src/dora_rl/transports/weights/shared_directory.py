@@ -46,8 +46,16 @@ _LOCK = ".lock"
 class WeightStore:
     """Versions of one policy under `root`, for any number of processes."""
 
-    def __init__(self, root: Path, *, lock_timeout_s: float = _LOCK_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        lock_timeout_s: float = _LOCK_TIMEOUT_S,
+        max_file_bytes: int = MAX_FILE_BYTES,
+    ) -> None:
+        """`max_file_bytes` is of what is published; a tensor that is larger has its own file."""
         self.root = Path(root)
+        self._max_file_bytes = max_file_bytes
         self._lock_timeout_s = lock_timeout_s
 
     def path(self, version: Version) -> Path:
@@ -80,7 +88,7 @@ class WeightStore:
         *,
         fingerprint: Fingerprint | None = None,
         adapter: Adapter | None = None,
-        max_file_bytes: int = MAX_FILE_BYTES,
+        max_file_bytes: int | None = None,
     ) -> Manifest:
         """Write a version and make it visible, whole and on the disk, or not at all.
 
@@ -91,6 +99,8 @@ class WeightStore:
         leave out a name that the model ties to another.
         """
         target = self.path(version)
+        if max_file_bytes is None:
+            max_file_bytes = self._max_file_bytes
         if max_file_bytes < 1:
             raise WeightsError(f"max_file_bytes must be >= 1: `{max_file_bytes}`.")
         check_tensors(tensors)
@@ -102,7 +112,7 @@ class WeightStore:
             return self._write(version, tensors, max_file_bytes, fingerprint, adapter)
 
     def publish_directory(
-        self, version: Version, directory: Path, *, max_file_bytes: int = MAX_FILE_BYTES
+        self, version: Version, directory: Path, *, max_file_bytes: int | None = None
     ) -> Manifest:
         """Publish the weights of a Hugging Face model directory; see `publish`."""
         tensors = map_model(Path(directory))

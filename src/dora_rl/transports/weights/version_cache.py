@@ -71,6 +71,10 @@ class VersionCache:
 
     def add(self, manifest: Manifest, content: Content) -> Path:
         """Write a version and compare it with its digests; a `WeightsError` leaves nothing."""
+        return self.fill(manifest, lambda path: _write(path, content))
+
+    def fill(self, manifest: Manifest, write: Callable[[Path], None]) -> Path:
+        """The same; `write` makes the files of its tensors in an empty directory."""
         parent = hidden(self.root, _INCOMING)
         path, target = (
             parent / directory_name(manifest.version),
@@ -79,7 +83,8 @@ class VersionCache:
         try:
             disk.make_directory(parent)
             disk.make_directory(path)
-            _write(path, manifest, content)
+            write(path)
+            _write_about(path, manifest)
             open_version(path)
             disk.rename(path, target)
         finally:
@@ -148,10 +153,13 @@ def contents(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> Content
     return {file: of(file) for file in manifest.files}
 
 
-def _write(path: Path, manifest: Manifest, content: Content) -> None:
+def _write(path: Path, content: Content) -> None:
     for file, write in content.items():
         with disk.new_file(path / file, durable=False) as append:
             write(append)
+
+
+def _write_about(path: Path, manifest: Manifest) -> None:
     if manifest.adapter is not None:
         with disk.new_file(path / CONFIG_FILE, durable=False) as append:
             append(manifest.adapter.config())
