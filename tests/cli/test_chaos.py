@@ -376,7 +376,7 @@ def test_what_this_machine_cannot_have_is_left_out_and_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(faults, "call_watch", lambda: Trial(False, "an old kernel"))
-    assert set(FAULTS) - set(faults.available()) == {"slow-disk", "full-disk"}
+    assert set(faults.of_runtime("local")) - set(faults.available()) == {"slow-disk", "full-disk"}
     asked: list[StormSettings] = []
 
     def run_storm(settings: StormSettings, tell: object) -> StormResult:
@@ -393,3 +393,62 @@ def test_without_proc_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(PORTABLE, "1")
     with pytest.raises(UserError, match="needs Linux"):
         StormSettings(config={}, out=tmp_path / "run", faults=("kill-driver",))
+
+
+# On Ray
+
+
+@pytest.mark.ray
+def test_a_storm_on_ray_kills_a_node_and_leaves_nobody_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One node is killed, with whatever it runs, and one is added: the run goes on."""
+    monkeypatch.setattr(storm, "_NODES", 2)
+    settings = StormSettings(
+        config=tiny_quickstart(),
+        out=tmp_path / "storm",
+        faults=("kill-node",),
+        minutes=0.25,
+        every_s=2.0,
+        runtime="ray",
+    )
+    told: list[str] = []
+    result = storm.run_storm(settings, told.append)
+    assert result.ok, result.summary()
+    assert result.faults["kill-node"] >= 1 and any("added" in line for line in told)
+    assert result.steps >= 2
+    left = [path for path in Path("/proc").glob("[0-9]*/cmdline") if b"dora-ray-" in read(path)]
+    assert not left
+
+
+def read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def tiny_quickstart() -> dict[str, Any]:
+    data = load_toml(quickstart_config())
+    small = {"groups_per_step": 2, "group_size": 2}
+    task = {key: value for key, value in data["task"].items() if not key.startswith("eval")}
+    return {
+        **data,
+        "task": task,
+        "orchestration": {**data["orchestration"], **small},
+        "rollout": {**data["rollout"], "slots": 4, "max_tokens": 32},
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--runtime", "ray", "--faults", "slow-disk"], "`slow-disk` is no fault of --runtime ray"),
+        (["--faults", "kill-node"], "`kill-node` is no fault of --runtime local"),
+    ],
+)
+def test_faults_of_another_runtime_are_refused(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["chaos", *arguments]) == 2
+    assert words in capsys.readouterr().err

@@ -9,7 +9,8 @@ import torch
 from tests.models.random_models import make_model, make_tokenizer
 
 VOCABULARY = 300
-NODE = {"object_store_memory": 80 << 20, "include_dashboard": False}  # of every Ray node
+NODE = {"object_store_memory": 80 << 20, "include_dashboard": False}  # of every Ray head
+NODE["_system_config"] = {"worker_niceness": 0}  # else whatever else runs here comes first
 
 
 @pytest.fixture(scope="session")
@@ -24,9 +25,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def ray_address() -> Iterator[str]:
-    """Of a Ray cluster with one node, whose CPUs are numbers alone."""
+    """Of a Ray cluster with one node, whose CPUs are numbers alone.
+
+    Its object store can be full: nothing is moved to a disk.
+    """
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 8, **NODE})
+    bounded = {"automatic_object_spilling_enabled": False, "local_fs_capacity_threshold": 0.0}
+    arguments = {"num_cpus": 8, **NODE, "_system_config": bounded}
+    cluster = Cluster(initialize_head=True, head_node_args=arguments)
     yield cluster.address
     cluster.shutdown()

@@ -1,23 +1,30 @@
 """How a run stops, and what a checkpoint may push out: parts of it, driven by hand."""
 
+import errno
 import logging
+import os
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from dora_rl.core.protocol.events import WeightsPublished
 from dora_rl.core.protocol.settings import Settings
 from dora_rl.core.state.run import TrainerPhase
 from dora_rl.runtime.control import messages as ms
 from dora_rl.runtime.records.checkpointer import Checkpointer
-from dora_rl.runtime.records.committer import Committer
+from dora_rl.runtime.records.committer import Committer, Flushed
 from dora_rl.runtime.records.ledger_writer import LedgerWriter
 from dora_rl.store.ledger import Ledger, Position
 from dora_rl.store.rundir import LEDGER, checkpoints_in
 from dora_rl.store.snapshot_files import SNAPSHOTS
 from dora_rl.trainer.settings import Behaviour
 from dora_rl.transports.samples.shared_directory import SampleStore
+from tests.patience import PATIENCE_S
 from tests.runtime.test_history import Told
 
 
@@ -72,6 +79,46 @@ def test_a_stop_waits_for_what_it_asked_for(tmp_path: Path) -> None:
     assert isinstance(outside.asked[-1], ms.Save)
 
 
+def test_a_save_that_is_asked_for_is_taken_when_the_trainer_is_idle(tmp_path: Path) -> None:
+    outside = Outside(tmp_path)
+    checkpointer, told = outside.checkpointer(), []
+    checkpointer.save_soon(lambda: told.append("saved"))
+    assert outside.asked == [ms.Save(3)] and not told
+    outside.files.committer = SimpleNamespace(checkpointed=lambda step: told.append(step))
+    checkpointer.from_trainer(ms.Saved(3))
+    checkpointer.from_trainer(ms.Saved(3))
+    assert told == [3, "saved"]
+
+
+def test_a_save_that_is_asked_for_amid_a_step_is_that_of_the_next_version(tmp_path: Path) -> None:
+    """One that is being written since before does not count."""
+    outside = Outside(tmp_path)
+    checkpointer, told = outside.checkpointer(), []
+    outside.files.committer = SimpleNamespace(checkpointed=lambda step: told.append(step))
+    outside.files.config.run.checkpoint_every = 4
+    published = WeightsPublished(4, "digest")
+    checkpointer.observed(0.0, published, ())
+    outside.files.orchestrator.state.trainer.phase = TrainerPhase.TRAINING
+    checkpointer.save_soon(lambda: told.append("saved"))
+    checkpointer.from_trainer(ms.Saved(4))
+    assert outside.asked == [ms.Save(4)] and told == [4]
+    checkpointer.observed(0.0, WeightsPublished(5, "digest"), ())
+    checkpointer.from_trainer(ms.Saved(5))
+    assert outside.asked == [ms.Save(4), ms.Save(5)] and told == [4, 5, "saved"]
+    checkpointer.observed(0.0, WeightsPublished(6, "digest"), ())
+    assert len(outside.asked) == 2
+
+
+def test_a_save_is_forgotten_with_the_trainer_that_was_asked(tmp_path: Path) -> None:
+    outside = Outside(tmp_path)
+    checkpointer, told = outside.checkpointer(), []
+    checkpointer.save_soon(lambda: told.append("saved"))
+    checkpointer.trainer_lost()
+    checkpointer.from_trainer(ms.Saved(3))
+    checkpointer.observed(0.0, WeightsPublished(4, "digest"), ())
+    assert outside.asked == [ms.Save(3)] and not told
+
+
 @pytest.mark.parametrize(("because", "told"), [(None, "by the user"), ("no memory", "no memory")])
 def test_a_stop_is_logged_once(
     because: str | None, told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -111,7 +158,7 @@ def test_a_checkpoint_that_is_not_committed_pushes_none_out(
             config,
             ledger,
             writer,
-            lambda: ledger.position,
+            lambda: Flushed(ledger.position, ()),
             history,
             SampleStore(tmp_path / "trajectories"),
             out=tmp_path,
@@ -147,6 +194,7 @@ class Committed:
         samples = SampleStore(out / "trajectories")
         self.ledger_writer = LedgerWriter(self.told.core, samples)
         self.records = 0
+        self.files: tuple[int, ...] = ()
         settings = SimpleNamespace(
             keep_checkpoints=keep_checkpoints,
             durable=True,
@@ -159,7 +207,7 @@ class Committed:
             config,
             ledger,
             self.ledger_writer,
-            lambda: Position(self.records, 10 * self.records, 0.0, "ab" * 32),
+            self._flushed,
             self.told.history,
             samples,
             out=out,
@@ -167,6 +215,9 @@ class Committed:
             checkpoints=out / "checkpoints",
             ours=True,
         )
+
+    def _flushed(self) -> Flushed:
+        return Flushed(Position(self.records, 10 * self.records, 0.0, "ab" * 32), self.files)
 
     def commit_at(self, records: int) -> None:
         self.records = records
@@ -201,3 +252,61 @@ def test_nothing_is_committed_after_changes_were_lost(tmp_path: Path) -> None:
         assert run.ledger_writer.failed
         run.commit_at(6)
         assert ledger.position.records == 0
+
+
+# Commits that the driver does not wait for
+
+
+def test_a_commit_is_under_way_until_its_files_are_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = threading.Event()
+    with Ledger.create(tmp_path / LEDGER, {}) as ledger:
+        run = Committed(ledger, tmp_path)
+        monkeypatch.setattr(os, "fsync", lambda file: synced.wait(PATIENCE_S))
+        run.records, run.files, run.ledger_writer.dirty = 3, (0,), True
+        run.committer.commit_if_due()
+        run.committer.delete(1)  # after this commit began: it is for the next one
+        run.records, run.ledger_writer.dirty = 4, True
+        run.committer.commit_if_due()
+        assert ledger.position.records == 0, "the journal is not on the disk"
+        assert run.committer.commit_in_s() == pytest.approx(0.01)
+        synced.set()
+        wait_until(lambda: run.committer.commit_if_due() or ledger.position.records >= 3)
+        run.committer.complete()
+        assert ledger.position.records == 4
+        run.committer.close()
+
+
+def test_a_commit_waits_for_the_one_that_is_under_way(tmp_path: Path) -> None:
+    with Ledger.create(tmp_path / LEDGER, {}) as ledger:
+        run = Committed(ledger, tmp_path)
+        run.records, run.ledger_writer.dirty = 3, True
+        run.committer.commit_if_due()
+        run.commit_at(7)
+        assert ledger.position.records == 7
+        run.committer.close()
+
+
+def test_a_file_that_cannot_be_synced_ends_the_run_before_the_ledger_vouches_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with Ledger.create(tmp_path / LEDGER, {}) as ledger:
+        run = Committed(ledger, tmp_path)
+        monkeypatch.setattr(os, "fsync", full)
+        run.records, run.files, run.ledger_writer.dirty = 3, (0,), True
+        run.committer.commit_if_due()
+        with pytest.raises(OSError, match="No space left"):
+            run.committer.complete()
+        assert ledger.position.records == 0 and run.ledger_writer.failed
+        run.committer.close()
+
+
+def wait_until(done: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

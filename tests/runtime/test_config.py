@@ -27,6 +27,18 @@ REFUSED: dict[str, tuple[dict[str, dict[str, Any]], list[str]]] = {
     "empty model": ({"model": {"path": ""}}, ["model.path"]),
     "unknown section": ({"rolout": {}}, ["rolout", "rollout"]),
     "unknown key": ({"rollout": {"slot": 3}}, ["rollout.slot", "slots"]),
+    "elastic instances that nobody wakes": (
+        {"runtime": {"elastic_instances": 2}},
+        ["runtime.elastic_instances", "`2`", "orchestration.elastic"],
+    ),
+    "roles that change on Ray": (
+        {"runtime": {"kind": "ray"}, "orchestration": {"elastic": "rollout"}},
+        ["orchestration.elastic", "`rollout`", "runtime.kind=local"],
+    ),
+    "roles that change on a GPU": (
+        {"train": {"device": "cuda"}, "orchestration": {"elastic": "both"}},
+        ["orchestration.elastic", "`both`", "GPU"],
+    ),
     "no slots": ({"rollout": {"slots": 0}}, ["rollout.slots", "`0`"]),
     "no versions": ({"rollout": {"version_slots": 0}}, ["rollout.version_slots", "`0`"]),
     "no KV": ({"rollout": {"kv_budget_tokens": 0}}, ["rollout.kv_budget_tokens", "`0`"]),
@@ -257,3 +269,28 @@ def test_an_engine_that_is_not_known_is_refused(name: str, fix: str) -> None:
     ) as refusal:
         read_config({"model": {"path": "m"}, "rollout": {"engine": name}})
     assert f"`{name}`" in str(refusal.value) and fix in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("orchestration", "runtime", "expected"),
+    [
+        ({}, {}, 0),
+        ({"elastic": "rollout"}, {}, 1),
+        ({"elastic": "both"}, {"elastic_instances": 3}, 3),
+        ({"elastic": "both"}, {"elastic_instances": 0}, 0),
+        ({"elastic": "both", "paradigm": "sync"}, {}, 0),  # its roles take turns anyway
+        ({"elastic": "both", "paradigm": "in_flight"}, {}, 0),
+    ],
+)
+def test_instances_on_the_trainers_cores(
+    orchestration: dict[str, Any], runtime: dict[str, Any], expected: int
+) -> None:
+    assert config(orchestration=orchestration, runtime=runtime).elastic_instances == expected
+
+
+def test_elastic_instances_share_the_trainers_threads() -> None:
+    made = config(
+        orchestration={"elastic": "both"}, runtime={"elastic_instances": 2, "instances": 2}
+    )
+    assert made.threads(cores=8) == Threads(rollout=2, train=4)
+    assert made.elastic_threads(cores=8) == 2

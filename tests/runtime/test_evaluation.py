@@ -11,7 +11,8 @@ from dora_rl.core.protocol.events import Event
 from dora_rl.core.protocol.types import Length, Segment, Version
 from dora_rl.core.state.versions import Versions
 from dora_rl.runtime.control import messages as ms
-from dora_rl.runtime.control.evaluator import EVALUATOR_INSTANCE, EvalRecord, Evaluator
+from dora_rl.runtime.control.decisions import EVALUATOR_INSTANCE
+from dora_rl.runtime.control.evaluator import EvalRecord, Evaluator
 from dora_rl.samples import Trajectory, pack
 from dora_rl.tasks.environment_pool import EnvReply
 from dora_rl.tasks.scores import Outcome

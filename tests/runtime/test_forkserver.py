@@ -173,6 +173,8 @@ def test_a_worker_that_is_not_there_yet_can_be_killed(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     before = servers()
     worker = misled(tmp_path)
+    # It has no command line for a moment, between its start and the first look at it.
+    assert eventually(lambda: set(servers()) != set(before))
     (server,) = set(servers()) - set(before)
     worker.kill()
     assert worker.death() == "the worker ended with signal SIGKILL"

@@ -260,3 +260,20 @@ def test_a_pinned_version_is_there_until_it_is_evaluated(model: Path, tmp_path: 
             late += any(isinstance(c, Delete) for c in record.commands)
         assert not any(isinstance(c, Delete) and c.version in pinned for c in record.commands)
     assert late > 0
+
+
+def test_with_devices_that_are_lent_a_run_is_sound_and_a_function_of_its_seed(
+    model: Path, tmp_path: Path
+) -> None:
+    quick = {"switch_estimate_s": 0.0, "install_estimate_s": 0.0, "elastic_gain": 1.0}
+    lent = {"orchestration": {**ORCHESTRATION, "elastic": "both", **quick}}
+    ended = [
+        run(model, tmp_path / name, **lent, run={"steps": 6}, rollout={"slots": 2})
+        for name in ("first", "second")
+    ]
+    assert_sound(ended[0])
+    journals = [(each.directory / "journal.jsonl").read_bytes() for each in ended]
+    assert journals[0] == journals[1]
+    for command in ("Wake", "Sleep"):
+        assert f'["{command}",10000,'.encode() in journals[0]
+    assert checkpoint(ended[0]) == checkpoint(ended[1])

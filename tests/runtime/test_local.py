@@ -17,7 +17,7 @@ import pytest
 
 from dora_rl.core.audit import audit_journal
 from dora_rl.core.history.replay import replay
-from dora_rl.core.protocol.commands import Command, Install, Score, Start
+from dora_rl.core.protocol.commands import Command, Dismiss, Install, Score, Start
 from dora_rl.core.protocol.errors import UserError
 from dora_rl.core.protocol.events import (
     Event,
@@ -186,6 +186,21 @@ def test_a_rollout_process_that_is_killed_is_replaced(
     joined = [event.incarnation for event in events if isinstance(event, InstanceJoined)]
     assert joined == [0, 1]
     assert ended.audit.failed == 0
+
+
+@pytest.mark.slow
+def test_an_instance_that_is_sent_sigterm_hands_its_work_over(model: Path, tmp_path: Path) -> None:
+    sections = {**LOCAL, "rollout": {"slots": 8, "max_tokens": 200, "stop": None}}
+    killer = Killer("rollout-0", how=signal.SIGTERM)
+    ended = run(model, tmp_path / "run", killer, **{**sections, "run": {"steps": 8}})
+    assert killer.killed
+    assert_sound(ended)
+    found = records(ended.directory)
+    assert not [r.event for r in found if isinstance(r.event, InstanceFailed)]
+    dismissed = [c.instance for r in found for c in r.commands if isinstance(c, Dismiss)]
+    assert dismissed == [0]
+    starts = [c.trajectory for r in found for c in r.commands if isinstance(c, Start)]
+    assert len(starts) == len(set(starts)), "something was written again"
 
 
 class Vandal(Listener):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import torch
 
 from dora_rl.core.protocol import commands as cm
 from dora_rl.core.protocol import events as ev
@@ -118,3 +119,22 @@ def test_the_engine_is_closed_however_the_worker_ends(
         if end == "told":
             channel.send(ms.Shutdown())
     assert engine.closed == 1
+
+
+def test_threads_that_are_lent_are_used_until_the_step_is_taken() -> None:
+    ours, theirs = (Channel(end) for end in socket.socketpair())
+    before = torch.get_num_threads()
+    try:
+        lent = worker._LentThreads(theirs, own=1)
+        lent.take()
+        ours.send(ms.Save(3))
+        ours.send(ms.LendThreads(2))
+        lent.take()
+        assert torch.get_num_threads() == 2
+        lent.give_back()
+        assert torch.get_num_threads() == 1
+        assert theirs.receive() == [ms.Save(3)]  # it waits for its turn
+    finally:
+        torch.set_num_threads(before)
+        ours.close()
+        theirs.close()

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from dora_rl.config import load_toml
+from dora_rl.core.protocol.errors import UserError
 from dora_rl.machine.fast_paths import FAST_PATHS, PORTABLE, Trial
 from dora_rl.runtime.display.progress import Follower
 from dora_rl.runtime.execution import execute
@@ -52,6 +53,42 @@ def test_a_dtype_that_is_named_is_not_measured(
     data = settings(model, tmp_path / "run", train={"dtype": "bfloat16"})
     plan = prepare(read_config(data), prompts=PROMPTS)
     assert plan.config.train.dtype is Dtype.BFLOAT16
+
+
+@pytest.mark.parametrize("reason", [None, "no C compiler"])
+def test_kernels_of_a_deterministic_run_are_settled_before_it_and_written_down(
+    reason: str | None, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(PORTABLE, raising=False)
+    monkeypatch.setattr(planning, "why_unavailable", lambda: reason)
+    data = settings(model, tmp_path / "run", run={"steps": 1})
+    plan = prepare(read_config(data), prompts=PROMPTS)
+    assert plan.config.deterministic  # it is inline
+    assert plan.config.rollout.native_kernels is (reason is None)
+    if reason is not None:
+        assert execute(plan).ok
+        written = load_toml(tmp_path / "run/config.toml")["rollout"]
+        assert written["native_kernels"] is False
+        monkeypatch.setattr(planning, "why_unavailable", lambda: None)
+        resumed = planning.plan_resume(tmp_path / "run", prompts=PROMPTS, steps=2)
+        assert resumed.config.rollout.native_kernels is False  # although there is a compiler now
+
+
+def test_kernels_that_were_asked_for_and_are_not_to_be_had_are_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "why_unavailable", lambda: "no C compiler")
+    data = settings(model, tmp_path / "run", rollout={"native_kernels": True})
+    with pytest.raises(UserError, match=r"cannot be `true` on this machine: no C compiler. Set it"):
+        prepare(read_config(data), prompts=PROMPTS)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_older_run_is_resumed_without_kernels(model: Path, tmp_path: Path) -> None:
+    """Its configuration does not name them, and it was computed by torch."""
+    older = read_config(settings(model, tmp_path / "run"))
+    assert older.rollout.native_kernels is None
+    assert planning._without_kernels(older).rollout.native_kernels is False
 
 
 def test_a_run_writes_down_its_machine(model: Path, tmp_path: Path) -> None:

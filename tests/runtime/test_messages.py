@@ -109,6 +109,7 @@ BUILDS: dict[type, st.SearchStrategy[Any]] = {
     ms.Redo: st.builds(ms.Redo, Ids, some(Ids), some(Samples)),
     ms.PublishVersion: st.builds(ms.PublishVersion, Ids),
     ms.Save: st.builds(ms.Save, Ids),
+    ms.LendThreads: st.builds(ms.LendThreads, Ids),
     ms.TrainerReady: st.builds(ms.TrainerReady),
     ms.Progressed: st.builds(ms.Progressed),
     ms.Trained: st.builds(ms.Trained, Ids, Ids, Finite, Parts),
@@ -121,6 +122,7 @@ BUILDS: dict[type, st.SearchStrategy[Any]] = {
     ms.Tried: st.builds(
         ms.Tried, st.dictionaries(Texts, st.builds(Trial, st.booleans(), Texts, st.integers(0, 99)))
     ),
+    ms.ToldToGo: st.just(ms.ToldToGo()),
     ms.Broken: st.builds(ms.Broken, Texts, st.booleans()),
 }
 

@@ -513,3 +513,44 @@ def test_a_prefix_that_is_lost_fails_its_trajectory_alone(root: Path) -> None:
     part.tell(begin(1, 11))
     part.run()
     assert part.one(1).tokens == whole.tokens
+
+
+# Sleep
+
+
+def test_an_instance_on_the_trainers_devices_joins_asleep(root: Path) -> None:
+    part = Part(root, versions=())
+    part.instance.elastic = True
+    part.instance.join()
+    part.collect()
+    assert part.events == [ev.InstanceJoined(0, 0, 4, 2048, 3, elastic=True)]
+
+
+def test_asleep_it_holds_no_version_and_what_is_parked_continues_when_it_is_awake(
+    root: Path,
+) -> None:
+    part = Part(root)
+    part.tell(begin(1, 1))
+    part.step(3)
+    part.do(cm.Park(0, 0, (Placement(1, 1),)))
+    for _ in range(2):  # a repeated command is answered again
+        assert events(part.do(cm.Sleep(0, 0))) == [ev.InstanceSlept(0, 0)]
+    assert not part.engine.load().versions
+    assert not part.instance.busy
+    for _ in range(2):
+        assert events(part.do(cm.Wake(0, 0))) == [ev.InstanceWoke(0, 0)]
+    part.do(cm.Install(0, 0, 0), cm.Unpark(0, 0, (Placement(1, 1),)))
+    assert part.instance.busy
+    part.run()
+    assert part.finished[1, 1].tokens == alone(root, begin(1, 1)).tokens
+
+
+def test_slots_of_an_instance_that_sleeps_are_not_counted(root: Path) -> None:
+    part = Part(root)
+    part.do(cm.Sleep(0, 0))
+    before = used(part).slots_s
+    part.time.now += 100.0
+    assert used(part).slots_s == before
+    part.do(cm.Wake(0, 0))
+    part.time.now += 10.0
+    assert used(part).slots_s == before + 10.0 * 4

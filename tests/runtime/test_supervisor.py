@@ -13,12 +13,14 @@ from dora_rl.core.protocol.events import InstanceProgressed, VersionInstalled
 from dora_rl.core.protocol.types import Length
 from dora_rl.runtime.control import messages as ms
 from dora_rl.runtime.control.decisions import (
+    ELASTIC_INSTANCES,
     EVALUATOR,
     TRAINER,
     Abandon,
     AnnounceStop,
     Death,
     Decision,
+    Drain,
     FailRun,
     Kill,
     Limits,
@@ -90,6 +92,62 @@ def test_an_instance_that_is_not_wanted_any_more_has_no_successor() -> None:
     sup.resized(2)
     sup.started(2.0, one, 3)
     assert sup.died(3.0, one, KILLED, RUN) == [Restart(one, 4, KILLED.why)]
+
+
+# Workers that have to go
+
+
+def serving(worker: Worker) -> Supervisor:
+    """With a worker that was started, and serves."""
+    sup = supervisor()
+    sup.started(0.0, worker, 4)
+    sup.heard(1.0, worker, ms.TrainerReady() if worker == TRAINER else IDLE)
+    return sup
+
+
+@pytest.mark.parametrize("worker", [TRAINER, ZERO, EVALUATOR])
+def test_who_is_told_to_go_is_drained_once(worker: Worker) -> None:
+    sup = serving(worker)
+    assert sup.told_to_go(worker, "its node is drained") == [Drain(worker)]
+    assert sup.told_to_go(worker, "it was sent SIGTERM") == []
+    sup.died(2.0, worker, KILLED, RUN)
+    sup.started(3.0, worker, 5)
+    assert sup.told_to_go(worker, "again") != []
+
+
+@pytest.mark.parametrize("worker", [TRAINER, ZERO])
+def test_who_does_not_serve_yet_has_nothing_to_hand_over(worker: Worker) -> None:
+    sup = supervisor()
+    assert sup.told_to_go(worker, "early") == []
+    sup.started(0.0, worker, 0)
+    assert sup.told_to_go(worker, "early") == [Kill(worker)]
+
+
+@pytest.mark.parametrize("worker", [TRAINER, ZERO])
+def test_going_when_told_to_counts_as_no_failure(worker: Worker) -> None:
+    """However often, and however soon after its start; nor is the batch to blame."""
+    sup, why = supervisor(max_train_attempts=1), f"{worker} was told to go: spot"
+    for incarnation in range(9):
+        sup.started(0.0, worker, incarnation)
+        if incarnation % 2:
+            sup.heard(0.0, worker, ms.TrainerReady() if worker == TRAINER else IDLE)
+        sup.told_to_go(worker, "spot")
+        restarts = sup.died(0.0, worker, raised(1), TRAINING)
+        assert restarts == [Restart(worker, incarnation + 1, why, told_to_go=True)]
+
+
+def test_one_that_is_told_to_go_and_not_wanted_has_no_successor() -> None:
+    sup = serving(ZERO)
+    sup.told_to_go(ZERO, "spot")
+    sup.resized(0)
+    assert sup.died(2.0, ZERO, KILLED, RUN) == [Retire(ZERO, 4, KILLED.why)]
+
+
+def test_an_instance_on_the_trainers_devices_is_replaced_however_many_others_there_are() -> None:
+    sup, elastic = supervisor(), rollout(ELASTIC_INSTANCES)
+    sup.started(0.0, elastic, 0)
+    sup.resized(1)
+    assert sup.died(1.0, elastic, KILLED, RUN) == [Restart(elastic, 1, KILLED.why)]
 
 
 @pytest.mark.parametrize("worker", [TRAINER, ZERO])

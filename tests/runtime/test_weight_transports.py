@@ -57,6 +57,7 @@ def test_what_cannot_be_is_refused(model: Path, tmp_path: Path) -> None:
         ({"transport": "rdma"}, "runtime.weights.transport.*`rdma`"),
         ({"timeout_s": 0}, "runtime.weights.timeout_s.*`0`"),
         ({"deltas": True}, "runtime.weights.deltas.*delta"),
+        ({"transport": "object_store"}, "runtime.weights.transport needs a Ray.*`inline`"),
     ):
         with pytest.raises(UserError, match=said):
             read_config(settings(model, tmp_path / "run", runtime=inline(way)))

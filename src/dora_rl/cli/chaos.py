@@ -19,6 +19,11 @@ restored. At the end it is stopped as by Ctrl-C, and audited from its journal an
 OUT.log has its output, OUT.damaged the originals of damaged files.
 
 \b
+With --runtime ray it trains on a Ray cluster of several nodes of this machine, which it starts:
+actors, raylets and whole nodes are killed as well, and nodes are added again. A process that
+outlives its node or its run is a failure. OUT.ray has what the nodes print.
+
+\b
 Exit code: 0 if no promise was broken, 1 if one was or the run did not resume or stop as it should,
 2 for bad input.
 
@@ -27,11 +32,19 @@ Examples:
   dora-rl chaos
   dora-rl chaos --minutes 20 --seed 7 --out runs/storm
   dora-rl chaos --faults kill-driver,kill-trainer --every 4 --json
+  dora-rl chaos --runtime ray --minutes 10 --seed 5
 """
 
 
 @click.command(cls=LoggedCommand, epilog=_EPILOG)
 @click.argument("config", required=False, metavar="[CONFIG.toml]", type=click.Path(path_type=Path))
+@click.option(
+    "--runtime",
+    type=click.Choice(["local", "ray"]),
+    default="local",
+    show_default=True,
+    help="Where the workers run: processes of this machine, or of the nodes of a Ray cluster.",
+)
 @click.option(
     "--faults",
     metavar="NAME,…",
@@ -50,6 +63,7 @@ Examples:
 def command(
     ctx: click.Context,
     config: Path | None,
+    runtime: str,
     faults: str,
     as_list: bool,
     seed: int,
@@ -61,20 +75,21 @@ def command(
     """Train under random faults, and audit the run."""
     from dora_rl.config import load_toml
     from dora_rl.extras import require
-    from dora_rl.faultlab.faults import FAULTS, available
+    from dora_rl.faultlab.faults import FAULTS, available, of_runtime
     from dora_rl.faultlab.storm import StormSettings, run_storm
     from dora_rl.runtime.errors import RunFailed
 
     if as_list:
         for name, (_, words) in FAULTS.items():
-            click.echo(f"{name:<14} {words}")
+            click.echo(f"{name:<15} {words}")
         return
     require("dora-rl chaos", "engine", "train")
     names = tuple(name.strip() for name in faults.split(",") if name.strip())
     settings = StormSettings(
         config=load_toml(config) if config is not None else _quickstart(),
         out=out or Path(f"runs/chaos-{time.strftime('%Y%m%d-%H%M%S')}"),
-        faults=names or tuple(available()),
+        faults=names or tuple(available(runtime)),
+        runtime=runtime,
         minutes=minutes,
         every_s=every,
         seed=seed,
@@ -83,7 +98,7 @@ def command(
     def tell(line: str) -> None:
         click.echo(line, err=True)
 
-    left_out = [name for name in FAULTS if not names and name not in settings.faults]
+    left_out = [name for name in of_runtime(runtime) if not names and name not in settings.faults]
     if left_out:
         tell(f"left out, not supported on this machine: {', '.join(left_out)}")
     try:

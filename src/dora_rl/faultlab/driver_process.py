@@ -1,12 +1,13 @@
 """The driver process of a run under chaos: started, observed, stopped and killed by the storm."""
 
+import os
 import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,8 +22,14 @@ _FAILED, _BAD_INPUT, STOPPED = 1, 2, 130  # exit codes of `dora-rl train`
 class DriverProcess:
     """One incarnation of the driver, from a start or a resume to its exit; output goes to `log`."""
 
-    def __init__(self, arguments: Sequence[str], log: Path, seed: int) -> None:
-        """`seed` draws the messages that are duplicated."""
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        log: Path,
+        seed: int,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`seed` draws the messages that are duplicated; `environment` is added to ours."""
         ours, theirs = socket.socketpair()
         self._socket = ours
         self._log = log
@@ -34,6 +41,7 @@ class DriverProcess:
                 stdout=output,
                 stderr=output,
                 pass_fds=(theirs.fileno(),),
+                env={**os.environ, **(environment or {})},
             )
         self.disk = Disk(ours)
 

@@ -13,17 +13,24 @@ from typing import NamedTuple
 
 from dora_rl.faultlab.damage import DamagedFiles
 from dora_rl.faultlab.driver_process import DriverProcess
-from dora_rl.faultlab.processes import sandbox_processes, signal_to, workers_of_run
+from dora_rl.faultlab.processes import (
+    actors_of_run,
+    sandbox_processes,
+    signal_to,
+    workers_of_run,
+)
+from dora_rl.faultlab.ray_nodes import RayNodes
 from dora_rl.sandbox.linux import call_watch
 
 
 class Target(NamedTuple):
-    """A run, its driver now, and its damaged files."""
+    """A run, its driver now, its damaged files and, on Ray, its cluster."""
 
     run: Path
     driver: DriverProcess
     damaged: DamagedFiles
     random: random.Random
+    nodes: RayNodes | None = None
 
 
 Fault = Callable[[Target], str | None]
@@ -94,6 +101,21 @@ def _damage_file(target: Target) -> str | None:
     return f"driver killed, and {done}" if done else None
 
 
+def _kill_actor(target: Target) -> str | None:
+    found = {f"actor of {name}": pid for name, pid in actors_of_run(target.run).items()}
+    return _signal(target, found, signal.SIGKILL, "killed")
+
+
+def _kill_node(target: Target) -> str | None:
+    assert target.nodes is not None
+    return target.nodes.kill_node(target.random)
+
+
+def _kill_raylet(target: Target) -> str | None:
+    assert target.nodes is not None
+    return target.nodes.kill_raylet(target.random)
+
+
 FAULTS: dict[str, tuple[Fault, str]] = {
     "kill-rollout": (_kill_role("rollout"), "SIGKILL of a rollout process"),
     "stop-rollout": (_stop_role("rollout"), "SIGSTOP of a rollout process; SIGCONT later"),
@@ -107,14 +129,25 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     "slow-disk": (_slow_disk, "each sync and write of the run takes longer for a while"),
     "full-disk": (_full_disk, "syncs and writes of the run fail with ENOSPC for a while"),
     "damage-file": (_damage_file, "the run is killed, and one of its files truncated or altered"),
+    "kill-actor": (_kill_actor, "on Ray: SIGKILL of a worker's actor"),
+    "kill-node": (_kill_node, "on Ray: SIGKILL of all processes of a node; one is added later"),
+    "kill-raylet": (_kill_raylet, "on Ray: SIGKILL of a node's raylet; a node is added later"),
 }
 _OF_THE_DISK = ("slow-disk", "full-disk")
+# The process that answers for the disk, or repeats messages, is the parent of local workers.
+_LOCAL = ("repeat-messages", *_OF_THE_DISK)
+_ON_RAY = ("kill-actor", "kill-node", "kill-raylet")
 
 
-def available() -> list[str]:
-    """The faults that this machine supports."""
+def of_runtime(runtime: str) -> list[str]:
+    """The faults that runs of this `runtime.kind` can have."""
+    return [name for name in FAULTS if name not in (_LOCAL if runtime == "ray" else _ON_RAY)]
+
+
+def available(runtime: str = "local") -> list[str]:
+    """Of these, those that this machine supports."""
     disk = call_watch().in_force
-    return [name for name in FAULTS if disk or name not in _OF_THE_DISK]
+    return [name for name in of_runtime(runtime) if disk or name not in _OF_THE_DISK]
 
 
 def _of(target: Target, kind: str) -> dict[str, int]:

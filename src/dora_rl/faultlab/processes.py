@@ -58,9 +58,33 @@ def sandbox_processes(driver: int) -> list[int]:
 def is_forkserver(pid: int, driver: int) -> bool:
     """Whether this process forks the workers of that driver; its forks have its command line."""
     with suppress(OSError, IndexError):
-        called = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")  # of any encoding
-        return forkserver.MODULE.encode() in called and _parent(pid) == driver
+        return forkserver.MODULE in command_line(pid) and _parent(pid) == driver
     return False
+
+
+def command_line(pid: int) -> list[str]:
+    """The words of its command, of any encoding; none if it has ended."""
+    with suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return [os.fsdecode(word) for word in words]
+    return []
+
+
+def lives(pid: int) -> bool:
+    """Whether the process has not ended; one that nobody has waited for yet has."""
+    with suppress(OSError, IndexError):
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state not in ("Z", "X")
+    return False
+
+
+def actors_of_run(run: Path) -> dict[str, int]:
+    """On Ray: the processes that host its workers, by the names of those; each is its parent."""
+    found = {}
+    for name, pid in workers_of_run(run).items():
+        with suppress(OSError, IndexError):
+            found[name] = _parent(pid)
+    return found
 
 
 def _parent(pid: int) -> int:

@@ -14,9 +14,12 @@ from dora_rl.core.audit import AuditReport, audit_journal
 from dora_rl.core.protocol.errors import UserError
 from dora_rl.faultlab.damage import DamagedFiles
 from dora_rl.faultlab.driver_process import STOPPED, DriverProcess
-from dora_rl.faultlab.faults import FAULTS, Target, available
+from dora_rl.faultlab.faults import FAULTS, Target, available, of_runtime
+from dora_rl.faultlab.processes import workers_of_run
+from dora_rl.faultlab.ray_nodes import RayNodes
 from dora_rl.machine.fast_paths import on_linux
 from dora_rl.runtime.errors import RunFailed
+from dora_rl.runtime.launchers.ray.installation import check_installed
 from dora_rl.runtime.prepare.plan import read_config
 from dora_rl.runtime.records.step_metrics import StepRecord, read_records
 from dora_rl.runtime.records.total_steps import steps_trained
@@ -28,6 +31,8 @@ _ENDLESS = 1_000_000  # steps: the storm ends the run
 _MOST_FAILURES = 5  # consecutive incarnations
 _STOP_S = 300.0  # for the last step and its checkpoint
 _STOPS = 3  # incarnations that are stopped, until one exits as it should
+_GONE_S = 30.0  # for workers whose driver has ended
+_NODES = 3  # of a Ray cluster, beside its head
 _FEW = 5  # steps at either end, whose rewards are compared
 _STORMY: dict[str, dict[str, Any]] = {
     "orchestration": {"heartbeat_timeout_s": 5.0, "max_losses": 1000},
@@ -43,16 +48,22 @@ _STORMY: dict[str, dict[str, Any]] = {
 }
 
 
+# Two instances and a trainer, wherever there is room; a worker imports torch anew when it is
+# replaced, so that the shortest timeouts would be those of a start.
+_ON_RAY: dict[str, dict[str, Any]] = {"runtime": {"kind": "ray", "instances": 2}}
+
+
 @dataclass(frozen=True, slots=True)
 class StormSettings:
     """Which run, which faults, how long and how often; refuses what this machine cannot do."""
 
     config: Mapping[str, Any]
     out: Path
-    faults: tuple[str, ...] = tuple(FAULTS)
+    faults: tuple[str, ...] = tuple(of_runtime("local"))
     minutes: float = 5.0
     every_s: float = 8.0
     seed: int = 0
+    runtime: str = "local"
 
     def __post_init__(self) -> None:
         if not on_linux():
@@ -60,7 +71,12 @@ class StormSettings:
         for name in self.faults:
             if name not in FAULTS:
                 raise UserError(f"no such fault: `{name}`. There are {', '.join(FAULTS)}.")
-            if name not in available():
+            if name not in of_runtime(self.runtime):
+                raise UserError(
+                    f"`{name}` is no fault of --runtime {self.runtime}. There are "
+                    f"{', '.join(of_runtime(self.runtime))}."
+                )
+            if name not in available(self.runtime):
                 raise UserError(
                     f"`{name}` needs Linux 5.5 on x86-64 or ARM. Name the others with --faults."
                 )
@@ -69,6 +85,8 @@ class StormSettings:
         for option, value in (("minutes", self.minutes), ("every", self.every_s)):
             if not 0 < value < float("inf"):
                 raise UserError(f"--{option} must be > 0: `{value}`.")
+        if self.runtime == "ray":
+            check_installed()
         check_free(self.out)
 
 
@@ -96,6 +114,7 @@ class StormResult:
             "ok": self.ok,
             "seed": self.settings.seed,
             "minutes": self.settings.minutes,
+            "runtime": self.settings.runtime,
             "faults": dict(self.faults),
             "resumed": self.resumed,
             "refused": self.refused,
@@ -122,13 +141,21 @@ class StormResult:
 
 def run_storm(settings: StormSettings, progress: Progress = lambda _: None) -> StormResult:
     """Train under faults, resume as often as needed, stop, and audit."""
-    return _Storm(settings, progress).run()
+    if settings.runtime == "local":
+        return _Storm(settings, progress).run()
+    progress(f"starting a Ray cluster of {_NODES} nodes and a head")
+    logs = settings.out.with_name(f"{settings.out.name}.ray")
+    with RayNodes(logs, _NODES) as nodes:
+        return _Storm(settings, progress, nodes).run()
 
 
 class _Storm:
-    def __init__(self, settings: StormSettings, progress: Progress) -> None:
+    def __init__(
+        self, settings: StormSettings, progress: Progress, nodes: RayNodes | None = None
+    ) -> None:
         self._settings = settings
         self._tell = progress
+        self._nodes = nodes
         self._random = random.Random(settings.seed)
         self._result = StormResult(settings)
         self._failures = 0  # consecutive incarnations that failed before they trained a step
@@ -141,8 +168,10 @@ class _Storm:
         try:
             self._strike_until_over()
             self._stop()
+            self._await_workers_gone()
         finally:
             self._driver.kill(self._settings.out)
+        self._check_orphans()
         return self._audited()
 
     def _strike_until_over(self) -> None:
@@ -151,6 +180,7 @@ class _Storm:
         while time.monotonic() < end:
             time.sleep(0.2)
             self._poll()
+            self._tend_nodes()
             if time.monotonic() >= strike_at and self._result.steps:
                 strike_at = time.monotonic() + self._pause()
                 self._strike()
@@ -160,18 +190,40 @@ class _Storm:
 
     def _strike(self) -> None:
         name = self._random.choice(self._settings.faults)
-        target = Target(self._settings.out, self._driver, self._damaged, self._random)
+        target = Target(self._settings.out, self._driver, self._damaged, self._random, self._nodes)
         done = FAULTS[name][0](target)
         if done is not None:
             self._result.faults[name] += 1
             number = sum(self._result.faults.values())
             self._tell(f"fault {number}, step {self._result.steps}: {done}")
 
+    # Nodes, on Ray
+
+    def _tend_nodes(self) -> None:
+        done = None if self._nodes is None else self._nodes.tend()
+        if done is not None:
+            self._tell(done)
+
+    def _check_orphans(self) -> None:
+        """What has outlived its node, which no audit would find."""
+        left = [] if self._nodes is None else self._nodes.await_gone()
+        if left:
+            raise RunFailed(f"processes have outlived their nodes: {'; '.join(left)}")
+
+    def _await_workers_gone(self) -> None:
+        """A run that was stopped leaves no worker behind, on whatever node."""
+        deadline = time.monotonic() + _GONE_S
+        while left := workers_of_run(self._settings.out):
+            if time.monotonic() > deadline:
+                raise RunFailed(f"workers have outlived the run: {left}")
+            time.sleep(0.1)
+
     # Incarnations of the driver
 
     def _start(self) -> DriverProcess:
         settings = self._settings
-        data = merged(settings.config, _STORMY, {"run": {"out": str(settings.out)}})
+        runtime = {} if self._nodes is None else _ON_RAY
+        data = merged(settings.config, _STORMY, runtime, {"run": {"out": str(settings.out)}})
         config = settings.out.with_name(f"{settings.out.name}.toml")
         config.parent.mkdir(parents=True, exist_ok=True)
         config.write_text(dump_toml(read_config(data)), encoding="utf-8")
@@ -179,7 +231,10 @@ class _Storm:
 
     def _launch(self, *arguments: str) -> DriverProcess:
         self._damaged.incarnation_started()
-        return DriverProcess(["train", *arguments, "--plain"], self._log, self._settings.seed)
+        environment = {} if self._nodes is None else self._nodes.environment
+        return DriverProcess(
+            ["train", *arguments, "--plain"], self._log, self._settings.seed, environment
+        )
 
     def _poll(self) -> None:
         """Read how far the run is, and resume it if its driver has exited."""
@@ -246,6 +301,7 @@ class _Storm:
         before = self._result.steps
         while self._result.steps <= before:
             self._poll()
+            self._tend_nodes()
             if time.monotonic() > deadline:
                 raise RunFailed(f"no step was trained after the storm: see {self._log}")
             time.sleep(0.2)

@@ -13,7 +13,7 @@ from pydantic import Field, field_serializer, model_validator
 from dora_rl.algorithms.settings import AlgorithmSettings, check
 from dora_rl.config import ConfigModel
 from dora_rl.core.protocol.paradigms import PARADIGMS
-from dora_rl.core.protocol.settings import Settings
+from dora_rl.core.protocol.settings import Elastic, Settings
 from dora_rl.engines.registry import (
     EngineName,
     can_be_deterministic,
@@ -29,6 +29,7 @@ from dora_rl.runtime.launchers.ray.settings import RaySettings
 from dora_rl.runtime.prepare.not_yet import not_yet
 from dora_rl.tasks.settings import TaskSettings
 from dora_rl.trainer.settings import AUTO, Behaviour, DeviceName, LoraSettings, TrainSettings
+from dora_rl.transports.kv.settings import KvTransportSettings
 from dora_rl.transports.weights.settings import WeightTransportSettings
 
 # In one engine, unless the user says so: a full set of weights costs memory, and splits batches.
@@ -78,6 +79,11 @@ class RolloutSettings(ConfigModel):
     deterministic: bool | None = Field(
         default=None, description="bit-exact whatever the batch; else in `inline` only"
     )
+    native_kernels: bool | None = Field(
+        default=None,
+        description="passes of the embedded engine by kernels compiled on this machine; else where "
+        "they are faster or, if it is deterministic, where there is a C compiler",
+    )
     max_tokens: int = Field(default=256, ge=1, description="of a response, all turns together")
     temperature: float = Field(
         default=1.0, gt=0, description="of sampling; the trainer divides its logits by it too"
@@ -113,6 +119,12 @@ class RuntimeSettings(ConfigModel):
     instances: int = Field(default=1, ge=1, le=1024, description="rollout processes")
     rollout_threads: int | None = Field(default=None, ge=1, description="of one; else by the cores")
     train_threads: int | None = Field(default=None, ge=1, description="else by the cores")
+    elastic_instances: int | None = Field(
+        default=None,
+        ge=0,
+        le=1024,
+        description="on the trainer's cores, for orchestration.elastic; else one if that is on",
+    )
     report_period_s: float = Field(default=0.5, ge=0.01, description="heartbeat of an instance")
     step_timeout_s: float = Field(
         default=120.0,
@@ -136,6 +148,7 @@ class RuntimeSettings(ConfigModel):
     inline: LogicalTime = LogicalTime()
     ray: RaySettings = RaySettings()
     weights: WeightTransportSettings = WeightTransportSettings()
+    kv: KvTransportSettings = KvTransportSettings()
 
 
 class RunSettings(ConfigModel):
@@ -224,6 +237,8 @@ class RunConfig(ConfigModel):
                 f"`{self.orchestration.version_slots}`. Set it there."
             )
         self._check_engine()
+        self._check_transports()
+        self._check_elastic()
         longest_s = self.orchestration.heartbeat_timeout_s / 2  # an eighth of it may go unheard
         if self.runtime.report_period_s > longest_s:
             raise ValueError(
@@ -260,6 +275,44 @@ class RunConfig(ConfigModel):
         if why := sampling_refusal(name, rollout.temperature, rollout.top_p, rollout.min_p):
             raise ValueError(f"rollout: {why}")
         self._check_engine_memory()
+
+    def _check_transports(self) -> None:
+        """Refuse an object store where there is none."""
+        runtime = self.runtime
+        for what, transport in (("weights", runtime.weights), ("kv", runtime.kv)):
+            if transport.transport == "object_store" and runtime.kind != "ray":
+                raise ValueError(
+                    f"runtime.{what}.transport needs a Ray cluster: `object_store` with "
+                    f"runtime.kind = `{runtime.kind}`. Use runtime.kind = `ray`, or `directory`."
+                )
+
+    def _check_elastic(self) -> None:
+        elastic, count = self.orchestration.elastic, self.runtime.elastic_instances
+        if elastic is Elastic.OFF:
+            if count:
+                raise ValueError(
+                    f"runtime.elastic_instances needs orchestration.elastic: `{count}`. "
+                    "Set that to `rollout` or `both`."
+                )
+        elif self.runtime.kind == "ray":
+            raise ValueError(
+                f"orchestration.elastic must be `off` where runtime.kind is `ray`: `{elastic}`. "
+                "Roles change on the cores of one machine only: runtime.kind=local."
+            )
+        elif self.rollout.device.startswith("cuda") or self.train.device.startswith("cuda"):
+            raise ValueError(
+                f"orchestration.elastic must be `off` with a GPU: `{elastic}`. Nothing moves the "
+                "trainer's memory off a device yet; cores can be lent."
+            )
+
+    @property
+    def elastic_instances(self) -> int:
+        """Rollout instances on the trainer's cores, where those are lent."""
+        core = self.orchestration
+        if core.elastic is Elastic.OFF or not PARADIGMS[core.paradigm].lends:
+            return 0
+        wanted = self.runtime.elastic_instances
+        return 1 if wanted is None else wanted
 
     def _check_engine_memory(self) -> None:
         rollout, name = self.rollout, self.rollout.engine
@@ -355,9 +408,14 @@ class RunConfig(ConfigModel):
             rollout = max(1, left // runtime.instances)
         return Threads(rollout, train)
 
+    def elastic_threads(self, cores: int | None = None) -> int:
+        """Of each instance on the trainer's cores."""
+        train = self.threads(cores).train * self.train.processes
+        return max(1, train // max(1, self.elastic_instances))
+
     def _threads_on_nodes(self, runtime: RuntimeSettings) -> Threads:
         """As many as a worker has CPUs of its node."""
         train = runtime.train_threads or self.train.threads
-        share = int(runtime.ray.trainer.cpus) // self.train.processes
+        share = int(runtime.ray.trainer.cpus)
         rollout = runtime.rollout_threads or int(runtime.ray.rollout.cpus)
         return Threads(max(1, rollout), train or max(1, share))

@@ -39,6 +39,17 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What the reward printed, and its traceback."""
 
 
+def encode_job(job: ScoreJob) -> bytes:
+    """As it goes to a worker."""
+    try:
+        content = json.dumps(msgspec.to_builtins(job)).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TaskError(f"an example must be JSON: {error}. Check the rows.") from None
+    if len(content) > LARGEST:
+        raise TaskError(f"a job of {len(content)} bytes; {LARGEST} are the most. Cut the rows.")
+    return content
+
+
 class ScorePool(Pool[Outcome]):
     """Workers that compute the same weighted rewards; each has one job at a time."""
 
@@ -57,12 +68,7 @@ class ScorePool(Pool[Outcome]):
         """Score a response; the outcome comes from `poll` under this ticket."""
         if ticket in self._tickets:
             raise ValueError(f"ticket {ticket} is out already")
-        try:
-            content = json.dumps(msgspec.to_builtins(job)).encode()
-        except (TypeError, ValueError, RecursionError) as error:
-            raise TaskError(f"an example must be JSON: {error}. Check the rows.") from None
-        if len(content) > LARGEST:
-            raise TaskError(f"a job of {len(content)} bytes; {LARGEST} are the most. Cut the rows.")
+        content = encode_job(job)
         self._tickets.add(ticket)
         self._waiting.append((ticket, content))
         self._hand_out()

@@ -144,16 +144,17 @@ class Task:
         """Workers for the rewards; the caller closes them."""
         if not self.rewards:
             raise TaskError("task.reward is missing: the rewards are the environment's.")
-        return self._started(ScorePool(self.rewards, **self._pool_options))
+        return self._started(ScorePool(self.rewards, **self.pool_options))
 
     def environment_pool(self) -> EnvironmentPool:
         """Workers for the environment; the caller closes them."""
         if self._environment is None:
             raise TaskError("task.environment is missing. Name a class: module:Class.")
-        return self._started(EnvironmentPool(self._environment, **self._pool_options))
+        return self._started(EnvironmentPool(self._environment, **self.pool_options))
 
     @property
-    def _pool_options(self) -> PoolOptions:
+    def pool_options(self) -> PoolOptions:
+        """How its workers are limited."""
         return {
             "workers": self.settings.reward_workers,
             "timeout_s": self.settings.reward_timeout_s,

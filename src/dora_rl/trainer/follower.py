@@ -23,6 +23,7 @@ from threading import Thread
 from typing import IO
 
 from dora_rl.core.protocol.errors import UserError
+from dora_rl.machine.parent import die_with_parent
 from dora_rl.models import cpu
 from dora_rl.trainer import rendezvous
 from dora_rl.trainer.devices import resolve
@@ -54,6 +55,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--local-rank", type=int, default=0, help="among those of this machine")
     parser.add_argument("--local-processes", type=int, default=1, help="of this machine")
     parser.add_argument(
+        "--parent", type=int, help="the process that has started it, if not the leader: its end"
+    )
+    parser.add_argument(
         "--token-stdin",
         action="store_true",
         help=f"read the token from a line of stdin; else it is in {rendezvous.TOKEN}",
@@ -65,6 +69,8 @@ def main() -> int:
     # Interrupting a run is the leader's business; it ends this process by closing the connection.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     options = _options()
+    if options.parent is not None:
+        die_with_parent(options.parent)
     cpu.guard()
     token = os.environ.pop(rendezvous.TOKEN, "")
     if options.token_stdin:
@@ -81,7 +87,7 @@ def _serve(options: argparse.Namespace, token: str) -> None:
     address: Address = options.address
     try:
         # One that the leader has started finds it listening, or gone.
-        wait = not options.token_stdin
+        wait = not options.token_stdin or options.parent is not None
         connection = rendezvous.connect(address, token, _CONNECT_S, wait=wait)
     except OSError as error:
         raise TrainerError(

@@ -2,14 +2,17 @@
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from dora_rl.core.protocol.commands import Command
+from dora_rl.core.protocol.commands import Command, Dismiss, Start
 from dora_rl.core.protocol.events import (
     BatchTrained,
     Event,
@@ -18,6 +21,7 @@ from dora_rl.core.protocol.events import (
     TrajectoryFinished,
 )
 from dora_rl.runtime.control.listeners import Listener
+from dora_rl.runtime.launchers.ray.ranks import FOLLOWER
 from tests.patience import PATIENCE_S
 from tests.runtime.conftest import NODE
 from tests.runtime.harness import assert_sound, records, run
@@ -35,12 +39,14 @@ from tests.runtime.test_local import (
 from tests.runtime.test_local import nobody_is_left_behind as nobody_is_left_behind
 
 pytestmark = pytest.mark.ray
+DRAIN_S = 30.0  # that Ray gives a node by default, whose processes are killed then
 
 
 class ActorKiller(Listener):
-    """Kills the actors, not the workers that they host: of an instance, then of the trainer."""
+    """Strikes the actors, not the workers that they host: of an instance, then of the trainer."""
 
-    def __init__(self) -> None:
+    def __init__(self, how: signal.Signals) -> None:
+        self.how = how
         self.left = {"rollout-0": 3, "trainer": 6}  # trajectories that finish before
 
     def observed(self, now: float, event: Event, commands: Sequence[Command]) -> None:
@@ -49,13 +55,13 @@ class ActorKiller(Listener):
             if self.left[name] <= 0:
                 for worker in parts(name):
                     del self.left[name]
-                    worker.parent().kill()
+                    worker.parent().send_signal(self.how)
 
 
 def test_actors_that_are_killed_are_replaced_with_their_workers(
     ray_address: str, model: Path, tmp_path: Path
 ) -> None:
-    killer = ActorKiller()
+    killer = ActorKiller(signal.SIGKILL)
     kind = {"kind": "ray", "ray": {"address": ray_address}}
     ended = run(model, tmp_path / "run", killer, **by(ALONE, kind))
     assert not killer.left
@@ -67,23 +73,81 @@ def test_actors_that_are_killed_are_replaced_with_their_workers(
     assert joined == [0, 1]
 
 
-@pytest.fixture
-def nodes() -> Iterator[Any]:
-    """A cluster that trains on its head, with two nodes for an instance each."""
+def test_actors_that_are_told_to_go_have_their_work_handed_over(
+    ray_address: str, model: Path, tmp_path: Path
+) -> None:
+    """The instance finishes what it has, the trainer saves; none of them is lost."""
+    teller = ActorKiller(signal.SIGTERM)
+    sections = by(ALONE, {"kind": "ray", "ray": {"address": ray_address}})
+    ended = run(model, tmp_path / "run", teller, **{**sections, "run": {"steps": 6}})
+    assert not teller.left
+    assert_sound(ended)
+    found = records(ended.directory)
+    assert not [r.event for r in found if isinstance(r.event, InstanceFailed)]
+    joined = [r.event.incarnation for r in found if isinstance(r.event, InstanceJoined)]
+    assert joined == [0, 1]
+    starts = [c.trajectory for r in found for c in r.commands if isinstance(c, Start)]
+    assert len(starts) == len(set(starts)), "something was written again"
+    saved = [int(path.name.removeprefix("step-")) for path in checkpoints(ended.directory)]
+    assert len(saved) == 2 and saved[-1] == 6, "the trainer saves when it is told to go"
+
+
+def checkpoints(directory: Path) -> list[Path]:
+    return sorted((directory / "checkpoints").glob("step-*"))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A head that trains, and a node that has an instance and may train, too."""
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 2, "resources": {"trains": 1}, **NODE}
     )
-    for _ in range(2):
-        add_node(cluster)
+    add_node(cluster, num_cpus=2, resources={"rolls": 1, "trains": 1})
     yield cluster
     cluster.shutdown()
 
 
-def add_node(cluster: Any) -> Any:
-    store = NODE["object_store_memory"]
-    return cluster.add_node(num_cpus=1, resources={"rolls": 1}, object_store_memory=store)
+def on(cluster: Any) -> dict[str, dict[str, Any]]:
+    needs = {"trainer": {"custom": {"trains": 1}}, "rollout": {"custom": {"rolls": 1}}}
+    return by(LOCAL, {"kind": "ray", "ray": {"address": cluster.address, **needs}})
+
+
+def add_node(cluster: Any, **has: Any) -> Any:
+    node = {"num_cpus": 1, "resources": {"rolls": 1}, **has}
+    return cluster.add_node(object_store_memory=NODE["object_store_memory"], **node)
+
+
+class RankKiller(Listener):
+    """Kills the second rank of the trainer after a step."""
+
+    def __init__(self) -> None:
+        self.killed: list[psutil.Process] = []
+
+    def observed(self, now: float, event: Event, commands: Sequence[Command]) -> None:
+        if isinstance(event, BatchTrained) and not self.killed:
+            below = psutil.Process().children(recursive=True)
+            self.killed = [p for p in below if FOLLOWER in p.cmdline()]
+            for process in self.killed:
+                process.kill()
+
+
+def test_the_ranks_of_a_trainer_are_on_several_nodes(
+    cluster: Any, model: Path, tmp_path: Path
+) -> None:
+    """No node has room for two. One that dies takes the trainer along, which is replaced."""
+    sections = on(cluster)
+    sections["runtime"]["instances"] = 1
+    sections["train"] = {"processes": 2, "threads": None}
+    killer = RankKiller()
+    ended = run(model, tmp_path / "run", killer, **sections)
+    assert_sound(ended)
+    assert len(ended.steps) == 4
+    (killed,) = killer.killed
+    assert not killed.is_running()
+    log = (ended.directory / "logs" / "trainer.log").read_text()
+    assert "training process `1 (connection lost)` of 2 has died" in log
 
 
 class NodeLoss(Listener):
@@ -94,9 +158,9 @@ class NodeLoss(Listener):
 
     def __init__(self, cluster: Any) -> None:
         self.cluster = cluster
+        self.nodes = [add_node(cluster)]
         self.joined: set[tuple[int, int]] = set()
         self.lost = 0
-        self.added = False
 
     def observed(self, now: float, event: Event, commands: Sequence[Command]) -> None:
         if isinstance(event, InstanceJoined):
@@ -104,28 +168,85 @@ class NodeLoss(Listener):
         self.lost += isinstance(event, InstanceFailed)
         if not isinstance(event, BatchTrained):
             return
-        if len(self.joined) == 2 and len(self.cluster.worker_nodes) == 2 and not self.lost:
-            node = sorted(self.cluster.worker_nodes, key=str)[0]
-            self.cluster.remove_node(node, allow_graceful=False)
-        elif self.lost and not self.added:
-            self.added = True
-            add_node(self.cluster)
+        if len(self.joined) == 2 and self.nodes and not self.lost:
+            self.cluster.remove_node(self.nodes.pop(), allow_graceful=False)
+        elif self.lost and not self.nodes:
+            self.nodes.append(add_node(self.cluster))
         elif len(self.joined) > 2:
             os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_a_node_takes_its_instance_along_and_another_one_gets_it(
-    nodes: Any, model: Path, tmp_path: Path
+    cluster: Any, model: Path, tmp_path: Path
 ) -> None:
-    loss = NodeLoss(nodes)
-    needs = {"trainer": {"custom": {"trains": 1}}, "rollout": {"custom": {"rolls": 1}}}
-    sections = by(LOCAL, {"kind": "ray", "ray": {"address": nodes.address, **needs}})
-    ended = run(model, tmp_path / "run", loss, **{**sections, "run": {"steps": 10_000}})
+    loss = NodeLoss(cluster)
+    ended = run(model, tmp_path / "run", loss, **{**on(cluster), "run": {"steps": 10_000}})
+    for node in loss.nodes:
+        cluster.remove_node(node)
     assert ended.ending.interrupted and ended.audit.ok, ended
     assert ended.audit.lost == ended.audit.failed == 0
     found = [record.event for record in records(ended.directory)]
     (lost,) = [event for event in found if isinstance(event, InstanceFailed)]
     assert (lost.instance, 1) in loss.joined
+
+
+class Preemption(Listener):
+    """Once two instances have joined, the node of one gets SIGTERM, as from a scheduler.
+
+    Once it has ended, and a step was taken since, the run is stopped.
+    """
+
+    def __init__(self, node: "subprocess.Popen[bytes]") -> None:
+        self.node = node
+        self.joined = 0
+        self.told = 0.0
+        self.gone = 0.0
+
+    def observed(self, now: float, event: Event, commands: Sequence[Command]) -> None:
+        self.joined += isinstance(event, InstanceJoined)
+        if self.told and not self.gone and self.node.poll() is not None:
+            self.gone = now
+        if not isinstance(event, BatchTrained):
+            return
+        if self.joined == 2 and not self.told:
+            self.told = now
+            self.node.send_signal(signal.SIGTERM)
+        elif self.gone:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@contextmanager
+def node_by_command(address: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """A node as on any machine: `ray start --block` is what a scheduler tells to go."""
+    ray = Path(sys.executable).with_name("ray")
+    resources = ["--num-cpus=1", '--resources={"rolls": 1}', "--object-store-memory=80000000"]
+    node = subprocess.Popen(
+        [ray, "start", f"--address={address}", *resources, "--block"], stderr=subprocess.DEVNULL
+    )
+    try:
+        yield node
+    finally:
+        node.kill()
+        node.wait()
+
+
+def test_a_node_that_is_preempted_with_notice_hands_its_work_over(
+    cluster: Any, model: Path, tmp_path: Path
+) -> None:
+    sections = {**on(cluster), "run": {"steps": 10_000}}
+    sections["rollout"] = {"slots": 8, "max_tokens": 200, "stop": None}
+    with node_by_command(cluster.address) as node:
+        preemption = Preemption(node)
+        ended = run(model, tmp_path / "run", preemption, **sections)
+    assert ended.ending.interrupted and ended.audit.ok, ended
+    assert ended.audit.lost == ended.audit.failed == 0
+    found = records(ended.directory)
+    dismissed = [c for r in found for c in r.commands if isinstance(c, Dismiss)]
+    assert len(dismissed) == 1
+    assert not [r.event for r in found if isinstance(r.event, InstanceFailed)]
+    starts = [c.trajectory for r in found for c in r.commands if isinstance(c, Start)]
+    assert len(starts) == len(set(starts)), "something was written again"
+    assert preemption.gone - preemption.told < DRAIN_S, "it was not empty when its time was over"
 
 
 # Drivers with clusters of their own

@@ -1,5 +1,9 @@
 """What a run on Ray is refused for: in one line, before anything is written."""
 
+import socket
+import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +60,21 @@ def test_the_version_that_is_installed_is_not_refused() -> None:
     installation.check_installed()
 
 
+def test_ray_that_is_missing_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dora_rl.extras._present", lambda module: module != "ray")
+    said = refused(tmp_path, capsys)
+    assert "ray is not installed: `runtime.kind=ray` needs it. Run: pip install" in said
+
+
+def test_ray_of_another_version_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(installation, "version", lambda name: "2.9.3")
+    assert "Ray must be >=2.60,<3.0 for runtime.kind=ray: `2.9.3`" in refused(tmp_path, capsys)
+
+
 def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], *settings: str) -> str:
     out = tmp_path / "run"
     chosen = [word for setting in settings for word in ("--set", setting)]
@@ -75,6 +94,97 @@ def test_an_address_that_does_not_answer_is_refused(
 
 
 @pytest.mark.ray
+@pytest.mark.parametrize(("answer", "words"), [(b"", "timed out"), (b"HTTP/1.1 400", "no Ray")])
+def test_an_address_of_something_else_is_refused(
+    answer: bytes,
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray itself would try for minutes."""
+    monkeypatch.setattr("dora_rl.runtime.launchers.ray.cluster._ANSWER_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection, suppress(OSError):
+                connection.sendall(answer)
+                while connection.recv(1 << 12):
+                    pass
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        said = refused(tmp_path, capsys, f"runtime.ray.address=127.0.0.1:{port_of(server)}")
+        thread.join()
+    assert words in said and "Start it with `ray start --head`." in said
+
+
+def port_of(server: socket.socket) -> int:
+    return int(server.getsockname()[1])
+
+
+@pytest.mark.ray
+def test_a_cluster_of_another_version_is_refused(
+    ray_address: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ray.__version__", "2.61.0")
+    said = refused(tmp_path, capsys, f"runtime.ray.address={ray_address}")
+    assert "Version mismatch" in said
+    assert "Install the cluster's versions of Ray and Python here." in said
+
+
+@pytest.mark.ray
+def test_a_node_without_the_environment_is_refused(
+    ray_address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = f"runtime.ray.address={ray_address}"
+    bare = tmp_path / "python"  # without site-packages
+    bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')
+    bare.chmod(0o755)
+    said = refused(tmp_path, capsys, address, f"runtime.ray.py_executable={bare}")
+    assert f"cannot have workers: `{bare}` has no dora_rl. Run: {bare} -m pip install" in said
+    said = refused(tmp_path, capsys, address, "runtime.ray.py_executable=/no/python")
+    assert "there is no `/no/python`. Set runtime.ray.py_executable to a Python there." in said
+
+
+@pytest.mark.ray
+def test_a_node_without_the_files_is_refused(ray_address: str) -> None:
+    kept = config(address=ray_address)
+    with pytest.raises(
+        UserError, match=r"node \w+ \(.*\) cannot have workers: there is no `/no/dir`"
+    ):
+        check(kept, "/no/dir")
+    check(kept, "/")
+
+
+def check(settings: RunConfig, path: str) -> None:
+    from dora_rl.runtime.launchers.ray.cluster import check_cluster
+
+    check_cluster(settings, [path])
+
+
+@pytest.mark.ray
+def test_a_port_that_is_taken_is_refused(
+    ray_address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the trainer's ranks, which only the node of rank 0 can find out."""
+    out = tmp_path / "run"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = f"127.0.0.1:{port_of(server)}"
+        chosen = [f"runtime.ray.address={ray_address}", "train.processes=2"]
+        chosen += [f"train.rendezvous={taken}", "runtime.kind=ray", "task.dry_run=false"]
+        sets = [word for setting in chosen for word in ("--set", setting)]
+        assert main(["train", "--out", str(out), *sets]) == 2
+    said = capsys.readouterr().err
+    assert f"cannot listen for training processes: `{taken}`" in said
+    assert "Set train.rendezvous to an address of this machine and a free port." in said
+
+
+@pytest.mark.ray
 def test_resources_that_no_node_has_are_refused(
     ray_address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -82,3 +192,6 @@ def test_resources_that_no_node_has_are_refused(
     said = refused(tmp_path, capsys, address, "runtime.ray.trainer.cpus=99")
     assert "runtime.ray.trainer asks for more than any node of the cluster has: `CPU 99`" in said
     assert "the most on one of 1 is CPU 8" in said
+    said = refused(tmp_path, capsys, address, "runtime.ray.trainer.cpus=3", "train.processes=3")
+    assert "train.processes are more than the cluster has room for: `3`, each with CPU 3" in said
+    assert "there is room for 2 on 1 nodes" in said

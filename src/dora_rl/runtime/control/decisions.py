@@ -32,6 +32,16 @@ def rollout(instance: InstanceId) -> Worker:
     return Worker(Role.ROLLOUT, instance)
 
 
+ELASTIC_INSTANCES = 10_000
+"""The number of the first instance on the trainer's devices: above all that can be scaled to."""
+EVALUATOR_INSTANCE = 2**20
+"""Beyond the numbers of all of them."""
+
+
+def is_elastic(instance: InstanceId) -> bool:
+    return ELASTIC_INSTANCES <= instance < EVALUATOR_INSTANCE
+
+
 # Facts
 
 
@@ -82,12 +92,20 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True)
+class Drain:
+    """The worker's process has to go: hand its work over, or save it, and have it end."""
+
+    worker: Worker
+
+
+@dataclass(frozen=True, slots=True)
 class Restart:
     """The worker is lost: tell what counted on it, and start it as this incarnation."""
 
     worker: Worker
     incarnation: int
     why: str
+    told_to_go: bool = False  # where its work was handed over in time, nobody has lost anything
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,5 +154,5 @@ class FailRun:
 
 
 Decision: TypeAlias = (
-    Kill | Restart | Retire | Abandon | RejectBatch | AnnounceStop | StopRun | FailRun
+    Kill | Drain | Restart | Retire | Abandon | RejectBatch | AnnounceStop | StopRun | FailRun
 )

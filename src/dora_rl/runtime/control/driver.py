@@ -37,7 +37,7 @@ from dora_rl.runtime.control.services import (
 )
 from dora_rl.runtime.control.trajectory_buffer import TrajectoryBuffer
 from dora_rl.tasks.task import Task
-from dora_rl.transports.kv import KvTransport
+from dora_rl.transports.kv import KvControl
 from dora_rl.transports.samples import SampleSource
 
 
@@ -57,7 +57,7 @@ class Driver:
         environments: EnvironmentHost,
         weights: WeightStorage,
         samples: SampleSource,
-        kv: KvTransport,
+        kv: KvControl,
         listeners: Sequence[Listener] = (),
     ) -> None:
         self._orchestrator = orchestrator
@@ -92,6 +92,8 @@ class Driver:
             cm.Install: self._to_instance,
             cm.Evict: self._to_instance,
             cm.Park: self._to_instance,
+            cm.Sleep: self._to_instance,
+            cm.Wake: self._to_instance,
             cm.Unpark: placements.unpark,
             cm.Reserve: migrations.reserve,
             cm.Transfer: migrations.transfer,
@@ -301,5 +303,5 @@ class Driver:
     def _halt(self, command: cm.Halt) -> None:
         self.halted = command
 
-    def _to_instance(self, command: cm.Install | cm.Evict | cm.Park) -> None:
+    def _to_instance(self, command: cm.Install | cm.Evict | cm.Park | cm.Sleep | cm.Wake) -> None:
         self._workers.to_rollout(command.instance, ms.Perform.of(command))

@@ -17,6 +17,7 @@ from dora_rl.core.protocol.events import Event
 from dora_rl.core.protocol.types import Fence, TrajectoryId, Version
 from dora_rl.core.state.versions import Versions
 from dora_rl.runtime.control import messages as ms
+from dora_rl.runtime.control.decisions import EVALUATOR_INSTANCE
 from dora_rl.runtime.control.episodes import Episode
 from dora_rl.runtime.control.listeners import Listener
 from dora_rl.runtime.control.services import Clock, EnvironmentHost, Scorer, WorkerLink
@@ -28,7 +29,6 @@ from dora_rl.tasks.task import Task
 from dora_rl.transports.errors import RecordLost
 from dora_rl.transports.samples import SampleSource
 
-EVALUATOR_INSTANCE = 2**20  # beyond the numbers of rollout instances
 _HOLDER = "evaluation"  # of the pinned version; and whom logs name
 
 _log = logging.getLogger(__name__)

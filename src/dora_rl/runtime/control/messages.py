@@ -45,6 +45,8 @@ class Setup(_Message, frozen=True, tag=True, kw_only=True):
     checkpoint: int | None = None
     """The step whose checkpoint a trainer begins with."""
     evaluation: bool = False
+    elastic: bool = False
+    """Whether a rollout instance is on the trainer's devices, and joins asleep."""
 
 
 class Shutdown(_Message, frozen=True, tag=True):
@@ -63,8 +65,13 @@ class Perform(_Message, frozen=True, tag=True):
     def of(cls, command: Command) -> "Perform":
         return cls(encode_command(command))
 
+    def is_a(self, kind: type[Command]) -> bool:
+        """Whether its command is of this kind; known before it was on the wire, too."""
+        return bool(self.encoded[0] == kind.__name__)
+
     @property
     def command(self) -> Command:
+        """For whoever receives it: only then do its fields have the types of the wire."""
         return decode_command(self.encoded)
 
 
@@ -269,6 +276,12 @@ class Save(_Message, frozen=True, tag=True):
     step: int
 
 
+class LendThreads(_Message, frozen=True, tag=True):
+    """Use so many threads for the rest of the step that is being taken, if one is."""
+
+    threads: int
+
+
 # From the trainer
 
 
@@ -330,6 +343,10 @@ class Tried(_Message, frozen=True, tag=True):
     trials: dict[str, Trial]
 
 
+class ToldToGo(_Message, frozen=True, tag=True):
+    """A worker was sent SIGTERM: it has to end soon, and goes on until it is told to."""
+
+
 class Broken(_Message, frozen=True, tag=True):
     """A worker cannot continue, and says why before it ends; `user` if the input is at fault."""
 
@@ -341,9 +358,9 @@ ToRollout: TypeAlias = (
     Perform | Begin | Continue | Conclude | HandOver | TakeOver | SavePrefixes | Shutdown
 )
 FromRollout: TypeAlias = (
-    Reported | Finished | TurnEnded | HandedOver | Prefixes | Used | Tried | Broken
+    Reported | Finished | TurnEnded | HandedOver | Prefixes | Used | Tried | ToldToGo | Broken
 )
-ToTrainer: TypeAlias = TrainOn | Redo | PublishVersion | Save | Shutdown
+ToTrainer: TypeAlias = TrainOn | Redo | PublishVersion | Save | LendThreads | Shutdown
 FromTrainer: TypeAlias = (
     TrainerReady
     | Progressed
@@ -355,6 +372,7 @@ FromTrainer: TypeAlias = (
     | NotPublished
     | Saved
     | Tried
+    | ToldToGo
     | Broken
 )
 Message: TypeAlias = Setup | ToRollout | FromRollout | ToTrainer | FromTrainer

@@ -13,7 +13,7 @@ from dora_rl.core.protocol.types import MigrationId
 from dora_rl.runtime.control import messages as ms
 from dora_rl.runtime.control.placements import Placements
 from dora_rl.runtime.control.services import WorkerLink
-from dora_rl.transports.kv import KvTransport
+from dora_rl.transports.kv import KvControl
 
 
 class Migrations:
@@ -24,7 +24,7 @@ class Migrations:
         workers: WorkerLink,
         placements: Placements,
         post: Callable[[Event], None],
-        kv: KvTransport,
+        kv: KvControl,
     ) -> None:
         self._workers = workers
         self._placements = placements

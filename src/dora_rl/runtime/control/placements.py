@@ -60,20 +60,20 @@ class Placements:
         self.leave(trajectory_id)
         placed = _Placed(command.instance, command.fence, command.version)
         self._placed[trajectory_id] = placed
-        prompt = self._prompts.of(self._prompts.group(trajectory_id))
+        group = self._prompts.group(trajectory_id)
         if self._task.has_environment:
             placed.episode = Episode(
                 self._task,
                 self._environments,
-                prompt,
+                self._prompts.of(group),
                 f"trajectory {trajectory_id}",
                 begin=partial(self._begin, trajectory_id, placed, None),
                 answer=partial(self._answered, trajectory_id, placed),
                 fail=partial(self._environment_failed, trajectory_id, placed),
             )
         else:
-            tokens = tuple(self._task.encoder.encode(prompt))
-            self._begin(trajectory_id, placed, self._prefix(command), tokens)
+            prefix = self._prefix(command)
+            self._begin(trajectory_id, placed, prefix, self._prompts.tokens(group))
 
     def _prefix(self, command: cm.Start) -> ms.Prefix | None:
         if not command.prefix_tokens:

@@ -14,9 +14,16 @@ class PromptCache:
         self._task = task
         self._group_size = group_size
         self._prompts: dict[GroupId, Prompt] = {}
+        self._encoded: tuple[GroupId, tuple[int, ...]] | None = None  # of the last one asked for
 
     def group(self, trajectory: TrajectoryId) -> GroupId:
         return trajectory // self._group_size
+
+    def tokens(self, group: GroupId) -> tuple[int, ...]:
+        """The prompt as the policy reads it."""
+        if self._encoded is None or self._encoded[0] != group:
+            self._encoded = group, tuple(self._task.encoder.encode(self.of(group)))
+        return self._encoded[1]
 
     def of(self, group: GroupId) -> Prompt:
         prompt = self._prompts.get(group)

@@ -23,12 +23,14 @@ from dora_rl.core.protocol.events import InstanceProgressed
 from dora_rl.core.protocol.types import InstanceId
 from dora_rl.runtime.control import messages as ms
 from dora_rl.runtime.control.decisions import (
+    ELASTIC_INSTANCES,
     EVALUATOR,
     TRAINER,
     Abandon,
     AnnounceStop,
     Death,
     Decision,
+    Drain,
     FailRun,
     Kill,
     Limits,
@@ -80,6 +82,7 @@ class _Rollout:
     joined_at: float | None = None
     served: bool = False  # a trajectory has got longer there
     expelled: str | None = None  # why the core wants no more of it
+    leaving: str | None = None  # why its process has to go
 
 
 _Question: TypeAlias = tuple[str, int]
@@ -95,6 +98,7 @@ class _Trainer:
     ready: bool = False
     asked: set[_Question] = field(default_factory=lambda: {_READY})  # not answered yet
     hung: str | None = None  # why it was killed
+    leaving: str | None = None  # why its process has to go
 
 
 class Supervisor:
@@ -104,9 +108,11 @@ class Supervisor:
         self._limits = limits
         self._starts: dict[Worker, _Starts] = {}
         self._rollouts: dict[Worker, _Rollout] = {}
+        self._joining: dict[Worker, _Rollout] = {}  # of them, those that have said nothing yet
         self._instances: int | None = None  # that are wanted, if that is known
         self._trainer: _Trainer | None = None
         self._evaluator_runs = False
+        self._evaluator_leaving = False
         self._trainer_deaths = 0  # since a step was taken
         self._restart_pending: Restart | None = None  # until the batch is rejected
         self._failed_installs: set[str] = set()  # reasons, which name the version
@@ -135,9 +141,9 @@ class Supervisor:
             case Role.TRAINER:
                 self._trainer = _Trainer(incarnation, now)
             case Role.ROLLOUT:
-                self._rollouts[worker] = _Rollout(incarnation, now)
+                self._rollouts[worker] = self._joining[worker] = _Rollout(incarnation, now)
             case Role.EVALUATOR:
-                self._evaluator_runs = True
+                self._evaluator_runs, self._evaluator_leaving = True, False
 
     def asked(self, now: float, message: ms.ToTrainer) -> None:
         """The trainer was sent a message; its answer is awaited from now on."""
@@ -157,6 +163,7 @@ class Supervisor:
                 record = self._rollouts[worker]
                 if record.joined_at is None:
                     record.joined_at = now
+                    del self._joining[worker]
                 record.served = record.served or _shows_work(message)
         return ()
 
@@ -200,6 +207,28 @@ class Supervisor:
         record.expelled = record.expelled or reason  # it is expelled again until it is dead
         return [Kill(worker)]
 
+    def told_to_go(self, worker: Worker, why: str) -> Sequence[Drain | Kill]:
+        """The worker's process will be ended by others, such as with its node; once is enough.
+
+        One that does not serve yet has nothing to hand over. Whoever takes its place counts as no
+        failed start.
+        """
+        match worker.role:
+            case Role.TRAINER:
+                record: _Trainer | _Rollout | None = self._trainer
+                serves = self.trainer_ready
+            case Role.ROLLOUT:
+                record = self._rollouts.get(worker)
+                serves = record is not None and record.joined_at is not None
+            case Role.EVALUATOR:
+                first = self._evaluator_runs and not self._evaluator_leaving
+                self._evaluator_leaving = True
+                return [Drain(worker)] if first else []
+        if record is None or record.leaving is not None:
+            return []
+        record.leaving = f"{worker} was told to go: {why}"
+        return [Drain(worker) if serves else Kill(worker)]
+
     def died(self, now: float, worker: Worker, death: Death, run: RunFacts) -> Sequence[Decision]:
         """The worker's process is gone."""
         match worker.role:
@@ -213,9 +242,12 @@ class Supervisor:
 
     def _rollout_died(self, now: float, worker: Worker, death: Death) -> Restart | Retire | FailRun:
         record = self._rollouts.pop(worker)
+        self._joining.pop(worker, None)
         assert worker.instance is not None
-        if self._instances is not None and worker.instance >= self._instances:
+        if self._instances is not None and self._instances <= worker.instance < ELASTIC_INSTANCES:
             return Retire(worker, record.incarnation, death.why)
+        if record.leaving is not None:
+            return Restart(worker, record.incarnation + 1, record.leaving, told_to_go=True)
         if record.expelled:
             reason = f"{worker} was given up: {record.expelled.rstrip('.')}"
             death = Death(reason, death.own_error)
@@ -245,6 +277,8 @@ class Supervisor:
             return []
         if not self._limits.redoes_steps and run.steps > 0:
             return [FailRun(f"{why}. See {self._limits.trainer_log}.")]
+        if trainer.leaving is not None:
+            return [Restart(TRAINER, trainer.incarnation + 1, trainer.leaving, told_to_go=True)]
         # Until it has taken again what was trained before, it has not seen the batch.
         redoing = any(kind == "redo" for kind, _ in trainer.asked)
         arrived = trainer.ready and not redoing
@@ -337,8 +371,8 @@ class Supervisor:
         limit = self._limits.start_timeout_s
         return [
             Kill(worker)
-            for worker, record in self._rollouts.items()
-            if record.joined_at is None and now > record.started_at + limit
+            for worker, record in self._joining.items()
+            if now > record.started_at + limit
         ]
 
     def nothing_left(self) -> Sequence[FailRun]:

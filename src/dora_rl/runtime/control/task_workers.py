@@ -25,17 +25,21 @@ class TaskWorkers:
     Between `start` and `close` the processes run. `log` is told what they print, and about whom.
     """
 
-    def __init__(self, task: Task, log: Callable[[str, str], object]) -> None:
+    def __init__(
+        self, task: Task, log: Callable[[str, str], object], *, scores: bool = True
+    ) -> None:
+        """Without `scores`, the rewards are somebody else's."""
         self._task = task
         self._log = log
         self._tickets = count()
+        self._has_scores = scores and bool(task.rewards)
         self._asked: dict[int, _Asked] = {}
         self._scores: ScorePool | None = None
         self._environments: EnvironmentPool | None = None
 
     def start(self) -> None:
         task = self._task
-        self._scores = task.score_pool() if task.rewards else None
+        self._scores = task.score_pool() if self._has_scores else None
         self._environments = task.environment_pool() if task.has_environment else None
         for pool in self.pools:
             pool.log = self._log_output

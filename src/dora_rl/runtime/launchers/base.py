@@ -11,10 +11,12 @@ from dora_rl.core.protocol.events import Event, InstallFailed, StepLimitRaised
 from dora_rl.core.protocol.types import InstanceId
 from dora_rl.runtime.control import messages as ms
 from dora_rl.runtime.control.decisions import (
+    EVALUATOR_INSTANCE,
     TRAINER,
     Abandon,
     AnnounceStop,
     Decision,
+    Drain,
     FailRun,
     Kill,
     Limits,
@@ -27,7 +29,6 @@ from dora_rl.runtime.control.decisions import (
     Worker,
 )
 from dora_rl.runtime.control.driver import Driver
-from dora_rl.runtime.control.evaluator import EVALUATOR_INSTANCE
 from dora_rl.runtime.control.listeners import Listener
 from dora_rl.runtime.control.memory import remedy
 from dora_rl.runtime.control.services import Clock, EnvironmentHost, Scorer, Timer, WorkerLink
@@ -37,6 +38,7 @@ from dora_rl.runtime.records.checkpointer import Checkpointer
 from dora_rl.runtime.records.resume import ask_again, restore_driver, steps_to_redo
 from dora_rl.runtime.records.run_files import Ending, RunFiles
 from dora_rl.store.rundir import CONFIG
+from dora_rl.transports.kv import KvControl
 
 
 class _InstallFailures(Listener):
@@ -61,11 +63,15 @@ class Runtime(WorkerLink):
         timer: Timer,
         scorer: Scorer,
         environments: EnvironmentHost,
+        kv: KvControl | None = None,
         anew: bool = False,
         replaces_workers: bool = True,
         watches_memory: bool = False,
     ) -> None:
-        """With `anew`, the run is done at every checkpoint, to be resumed at once."""
+        """With `anew`, the run is done at every checkpoint, to be resumed at once.
+
+        `kv` discards what moves between instances, unless it goes through the run directory.
+        """
         self._files = files
         self._config = files.config
         self.clock = clock
@@ -80,7 +86,7 @@ class Runtime(WorkerLink):
             environments=environments,
             weights=files.committer,
             samples=files.samples,
-            kv=files.kv,
+            kv=kv or files.kv,
             listeners=files.listeners,
         )
         self._checkpointer = Checkpointer(self.driver, files, self, anew=anew)
@@ -124,6 +130,10 @@ class Runtime(WorkerLink):
 
     def kill_worker(self, worker: Worker) -> None:
         """End it at once; its death is reported when it is noticed. One that is gone stays so."""
+        raise NotImplementedError
+
+    def drain_worker(self, worker: Worker) -> None:
+        """Have its work handed over, or saved, and then end it; its death is reported."""
         raise NotImplementedError
 
     def forget_worker(self, worker: Worker) -> None:
@@ -173,6 +183,8 @@ class Runtime(WorkerLink):
             match decision:
                 case Kill():
                     self.kill_worker(decision.worker)
+                case Drain():
+                    self.drain_worker(decision.worker)
                 case Restart():
                     self._restart(decision)
                 case Retire():
@@ -200,7 +212,9 @@ class Runtime(WorkerLink):
         worker, incarnation = decision.worker, decision.incarnation
         if worker.role is Role.ROLLOUT:
             assert worker.instance is not None
-            self.driver.lost(worker.instance, incarnation - 1, decision.why)
+            ended = self._files.orchestrator.state.fleet.ended.get(worker.instance, -1)
+            if not decision.told_to_go or ended < incarnation - 1:
+                self.driver.lost(worker.instance, incarnation - 1, decision.why)
             self._checkpointer.lost(worker.instance)
             self.start_worker(worker, incarnation)
             return

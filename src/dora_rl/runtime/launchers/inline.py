@@ -13,8 +13,16 @@ import torch
 from dora_rl.core.protocol.types import InstanceId
 from dora_rl.engines.base import Engine
 from dora_rl.runtime.control import messages as ms
-from dora_rl.runtime.control.decisions import EVALUATOR, TRAINER, Role, Worker, rollout
-from dora_rl.runtime.control.evaluator import EVALUATOR_INSTANCE
+from dora_rl.runtime.control.decisions import (
+    ELASTIC_INSTANCES,
+    EVALUATOR,
+    EVALUATOR_INSTANCE,
+    TRAINER,
+    Role,
+    Worker,
+    is_elastic,
+    rollout,
+)
 from dora_rl.runtime.control.services import Environment
 from dora_rl.runtime.control.task_workers import TaskWorkers
 from dora_rl.runtime.launchers.base import Runtime
@@ -141,7 +149,8 @@ class InlineRuntime(Runtime):
         self._task_workers.start()
         self._clock.now = self._files.orchestrator.state.now
         incarnations = self._begin()
-        for name in range(self._config.runtime.instances):
+        elastic = range(ELASTIC_INSTANCES, ELASTIC_INSTANCES + self._config.elastic_instances)
+        for name in (*range(self._config.runtime.instances), *elastic):
             self.start_worker(rollout(name), incarnations.get(name, 0))
 
     def start_worker(self, worker: Worker, incarnation: int) -> None:
@@ -188,6 +197,7 @@ class InlineRuntime(Runtime):
             sampling,
             seed,
             clock=self.clock.now,
+            elastic=is_elastic(name),
         )
 
     def _heartbeat(self, instance: RolloutInstance) -> None:

@@ -6,6 +6,7 @@ workers by the supervisor. A worker that dies or hangs is replaced: a rollout wo
 the prefixes that it saved, a trainer from the last checkpoint with the steps since.
 """
 
+import gc
 import logging
 import os
 import selectors
@@ -14,19 +15,31 @@ from collections.abc import Callable, Iterable
 from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 from dora_rl.core.protocol.errors import UserError
-from dora_rl.core.protocol.events import InstanceLeaving
-from dora_rl.core.protocol.types import InstanceId
+from dora_rl.core.protocol.events import InstanceLeaving, InstanceSlept
+from dora_rl.core.protocol.types import InstanceId, SleepState
+from dora_rl.core.state.run import TrainerPhase
 from dora_rl.engines.registry import own_interpreter
 from dora_rl.runtime.control import messages as ms
-from dora_rl.runtime.control.decisions import EVALUATOR, TRAINER, Death, Role, Worker, rollout
-from dora_rl.runtime.control.evaluator import EVALUATOR_INSTANCE
+from dora_rl.runtime.control.decisions import (
+    ELASTIC_INSTANCES,
+    EVALUATOR,
+    EVALUATOR_INSTANCE,
+    TRAINER,
+    Death,
+    Role,
+    Worker,
+    is_elastic,
+    rollout,
+)
 from dora_rl.runtime.control.memory import Watch
+from dora_rl.runtime.control.services import Scorer
 from dora_rl.runtime.control.task_workers import TaskWorkers
 from dora_rl.runtime.launchers.base import Runtime
 from dora_rl.runtime.launchers.local.site import Site
 from dora_rl.runtime.launchers.wall_time import WallTime
 from dora_rl.runtime.records.run_files import Ending, RunFiles
 from dora_rl.store.scale_request import take_request
+from dora_rl.transports.kv import KvControl
 
 _log = logging.getLogger(__name__)
 _LONGEST_WAIT_S = 0.5  # so that an interrupt is noticed soon
@@ -56,18 +69,24 @@ class WallClockRuntime(Runtime, Generic[H]):
         files: RunFiles,
         memory: Watch | None = None,
         *,
+        scorer: Scorer | None = None,
         around_receive: Callable[[Receive[H]], Receive[H]] = lambda receive: receive,
+        kv: KvControl | None = None,
     ) -> None:
-        """`around_receive` wraps the receiver of all messages, to repeat, change or drop some."""
+        """`around_receive` wraps the receiver of all messages, to repeat, change or drop some.
+
+        Without a `scorer`, rewards run in a sandbox of this machine.
+        """
         self._memory = memory or Watch(files.config.runtime.min_free_memory_mb)
         self._time = WallTime()
-        self._task_workers = TaskWorkers(files.plan.task, files.reward_log.entry)
+        self._task_workers = self._make_task_workers(files, scores=scorer is None)
         super().__init__(
             files,
             clock=self._time,
             timer=self._time,
-            scorer=self._task_workers,
+            scorer=scorer or self._task_workers,
             environments=self._task_workers,
+            kv=kv,
             watches_memory=bool(self._memory.bound_mb),
         )
         plan = files.plan
@@ -78,12 +97,18 @@ class WallClockRuntime(Runtime, Generic[H]):
         )
         self._selector = selectors.DefaultSelector()
         self._processes: dict[Worker, H] = {}
+        self._roles: dict[H, Worker] = {}  # of those very processes
         self._incarnations: dict[Worker, int] = {}  # the last that was started
         self._asked_at = 0.0  # when requests were last looked for
+        self._evaluator_must_go = False
         self._evaluators = 0  # that were started: the incarnation of the next one
         self._receive = around_receive(self._take)
 
     # What a subclass does
+
+    def _make_task_workers(self, files: RunFiles, *, scores: bool) -> TaskWorkers:
+        """Who computes rewards and runs environments."""
+        return TaskWorkers(files.plan.task, files.reward_log.entry, scores=scores)
 
     @abstractmethod
     def _spawn(self, worker: Worker, setup: ms.Setup, log: str) -> H:
@@ -120,10 +145,15 @@ class WallClockRuntime(Runtime, Generic[H]):
             self._begin()
             self._begun = True
             self.scale(self._config.runtime.instances)
+            self._start_elastic()
+            # What was imported stays: Python's search for cycles need not look at it every time,
+            # for which all messages would wait.
+            gc.freeze()
             while not self._done:
                 self._turn()
             return self._checkpointer.ending()
         finally:
+            gc.unfreeze()
             self._end_processes()
             self._task_workers.close()
             self._selector.close()
@@ -144,6 +174,8 @@ class WallClockRuntime(Runtime, Generic[H]):
             self._obey(self.supervisor.memory_short(short))
         self._obey(self.supervisor.check(self.clock.now(), self._facts))
         self._take_requests()
+        if self._evaluator_must_go:
+            self._end_idle_evaluator()
         # Last: what workers said during a long commit is heard before their silence is judged.
         self._files.committer.commit_if_due()
 
@@ -170,13 +202,30 @@ class WallClockRuntime(Runtime, Generic[H]):
                 self.start_worker(worker, last + 1)
         for worker in [w for w in self._processes if w.role is Role.ROLLOUT]:
             assert worker.instance is not None
-            if worker.instance < instances:
+            if worker.instance < instances or is_elastic(worker.instance):
                 continue
             joined = fleet.instances.get(worker.instance)
             if joined is None:
                 self.kill_worker(worker)
             elif not joined.leaving:
                 self.driver.post(InstanceLeaving(joined.id, joined.incarnation))
+
+    def _start_elastic(self) -> None:
+        """Instances on the trainer's cores, which sleep until it waits."""
+        fleet = self._files.orchestrator.state.fleet
+        for number in range(self._config.elastic_instances):
+            instance = ELASTIC_INSTANCES + number
+            self.start_worker(rollout(instance), fleet.ended.get(instance, -1) + 1)
+
+    def _lend_cores(self, event: InstanceSlept) -> None:
+        """The trainer has the cores of instances that sleep, until its step is taken."""
+        state = self._files.orchestrator.state
+        if is_elastic(event.instance) or self._config.train.processes > 1:
+            return
+        asleep = sum(i.sleep is SleepState.ASLEEP for i in state.fleet.helping())
+        if asleep and state.trainer.phase is TrainerPhase.TRAINING:
+            threads = self._config.threads()
+            self.to_trainer(ms.LendThreads(threads.train + asleep * threads.rollout))
 
     def _take_requests(self) -> None:
         """`dora-rl scale` leaves them in the run directory."""
@@ -190,7 +239,40 @@ class WallClockRuntime(Runtime, Generic[H]):
             self.scale(instances)
 
     def forget_worker(self, worker: Worker) -> None:
-        del self._processes[worker]
+        del self._roles[self._processes.pop(worker)]
+
+    # Workers that have to go
+
+    def told_to_go(self, worker: Worker, why: str) -> None:
+        """Others will end its process soon. Until then its work moves, or is saved.
+
+        So a node that is preempted with notice loses nothing that could be moved in time.
+        """
+        decisions = self.supervisor.told_to_go(worker, why)
+        if decisions:
+            _log.info("%s is told to go: %s", worker, why)
+        self._obey(decisions)
+
+    def drain_worker(self, worker: Worker) -> None:
+        match worker.role:
+            case Role.TRAINER if self._config.run.durable:  # else nobody could take its place
+                self._checkpointer.save_soon(lambda: self.kill_worker(TRAINER))
+            case Role.ROLLOUT:
+                assert worker.instance is not None
+                incarnation = self._incarnations[worker]
+                joined = self._files.orchestrator.state.fleet.known(worker.instance, incarnation)
+                if joined is None:
+                    self.kill_worker(worker)
+                elif not joined.leaving:
+                    self.driver.post(InstanceLeaving(worker.instance, incarnation))
+            case Role.EVALUATOR:
+                self._evaluator_must_go = True
+
+    def _end_idle_evaluator(self) -> None:
+        """One that has to go ends between two evaluations; the next has another process."""
+        assert self._evaluator is not None
+        if EVALUATOR in self._processes and not self._evaluator.busy:
+            self.kill_worker(EVALUATOR)
 
     # Workers
 
@@ -200,8 +282,15 @@ class WallClockRuntime(Runtime, Generic[H]):
             case Role.TRAINER:
                 self._start_trainer(incarnation)
             case Role.ROLLOUT:
-                instance = {"instance": worker.instance, "incarnation": incarnation}
-                setup = self._setup("rollout", threads.rollout, **instance)
+                assert worker.instance is not None
+                elastic = is_elastic(worker.instance)
+                instance = {
+                    "instance": worker.instance,
+                    "incarnation": incarnation,
+                    "elastic": elastic,
+                }
+                share = self._config.elastic_threads() if elastic else threads.rollout
+                setup = self._setup("rollout", share, **instance)
                 self._start(worker, setup, f"rollout-{worker.instance}")
             case Role.EVALUATOR:
                 instance = {
@@ -229,7 +318,10 @@ class WallClockRuntime(Runtime, Generic[H]):
         return ms.Setup(role=role, config=config, threads=threads, **more)
 
     def _start(self, worker: Worker, setup: ms.Setup, log: str) -> None:
+        if worker in self._processes:
+            self.forget_worker(worker)  # it is dead
         process = self._processes[worker] = self._spawn(worker, setup, log)
+        self._roles[process] = worker
         self._incarnations[worker] = setup.incarnation
         if worker.role is not Role.ROLLOUT or not process.waiting:
             self.supervisor.started(self.clock.now(), worker, setup.incarnation)
@@ -239,18 +331,22 @@ class WallClockRuntime(Runtime, Generic[H]):
 
     def _worker(self, process: H) -> Worker | None:
         """Which worker it is, unless another process has taken its place."""
-        return next((w for w, current in self._processes.items() if current is process), None)
+        return self._roles.get(process)
 
     def _take(self, process: H, message: Any) -> None:
         if isinstance(message, ms.Broken):
             if message.user:
                 raise UserError(message.reason)
             return  # its death follows, and its log says more
+        worker = self._worker(process)
+        if isinstance(message, ms.ToldToGo):
+            if worker is not None:
+                self.told_to_go(worker, "it was sent SIGTERM")
+            return
         if isinstance(message, ms.Tried):
             for listener in self.driver.listeners:
                 listener.tried(self.clock.now(), message.trials)
             return
-        worker = self._worker(process)
         if worker is None:
             return
         self._obey(self.supervisor.heard(self.clock.now(), worker, message))
@@ -260,6 +356,8 @@ class WallClockRuntime(Runtime, Generic[H]):
             case Role.ROLLOUT:
                 assert worker.instance is not None
                 self._from_rollout(worker.instance, message)
+                if isinstance(message, ms.Reported) and isinstance(message.event, InstanceSlept):
+                    self._lend_cores(message.event)
             case Role.EVALUATOR:
                 self._from_rollout(EVALUATOR_INSTANCE, message)
 
@@ -268,7 +366,8 @@ class WallClockRuntime(Runtime, Generic[H]):
         worker = self._worker(process)
         assert worker is not None, "who takes its place is started once it is dead"
         if worker == EVALUATOR:
-            del self._processes[worker]  # the next evaluation starts another
+            self.forget_worker(worker)  # the next evaluation starts another
+            self._evaluator_must_go = False
         self._obey(self.supervisor.died(self.clock.now(), worker, death, self._facts))
 
     def _killed_short(self, why: str) -> None:

@@ -53,7 +53,8 @@ def _size(count: int) -> str:
 def footprint(config: RunConfig, model: ModelConfig) -> Footprint:
     """What a run of this configuration needs at least."""
     parameters = sum(math.prod(shape) for shape in model.tensors().values())
-    rollout, instances, lora = config.rollout, config.runtime.instances, config.model.lora
+    rollout, lora = config.rollout, config.model.lora
+    instances = config.runtime.instances + config.elastic_instances
     # Without a spare slot, the old version goes first.
     num_versions = min(1 + rollout.spare_version_slot, config.version_slots)
     stored = _BYTES[config.train.publish_dtype or model.dtype]

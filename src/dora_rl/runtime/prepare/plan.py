@@ -13,10 +13,12 @@ from typing import Any
 from dora_rl.config import apply_overrides, load_toml, validate
 from dora_rl.config.redaction import hidden_keys
 from dora_rl.core.protocol.errors import UserError
-from dora_rl.engines.registry import check_interpreter
+from dora_rl.engines.registry import EngineName, check_interpreter
 from dora_rl.extras import require
+from dora_rl.machine.fast_paths import portable
 from dora_rl.machine.trials import in_child
 from dora_rl.models.config import read_config as read_model
+from dora_rl.models.native.library import why_unavailable
 from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.launchers.ray.installation import check_installed, on_cluster
 from dora_rl.runtime.prepare import config_file
@@ -86,7 +88,7 @@ def prepare(
     # The GPUs of a cluster are not this machine's: the trainer tells what its node lacks.
     check_device(config.train, (lambda: _ANY_GPUS) if on_cluster(config.runtime) else None)
     check_interpreter(config.rollout.engine, config.rollout.engine_options, config.rollout.device)
-    config = _with_dtype(config)
+    config = _with_kernels(_with_dtype(config))
     task = Task.open(
         config.task,
         model_directory=model,
@@ -127,6 +129,29 @@ def _with_dtype(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"train": config.train.model_copy(update={"dtype": dtype})})
 
 
+def _with_kernels(config: RunConfig) -> RunConfig:
+    """What bits depend on is settled before the run, and stays as it is when it is resumed."""
+    rollout = config.rollout
+    if not config.deterministic or rollout.engine is not EngineName.EMBEDDED:
+        return config
+    if rollout.native_kernels is None:
+        native = not portable() and why_unavailable() is None
+        rollout = rollout.model_copy(update={"native_kernels": native})
+    elif rollout.native_kernels and (reason := why_unavailable()):
+        raise UserError(
+            f"rollout.native_kernels cannot be `true` on this machine: {reason}. Set it to false."
+        )
+    return config.model_copy(update={"rollout": rollout})
+
+
+def _without_kernels(config: RunConfig) -> RunConfig:
+    """A run that does not name them is of a time when there were none."""
+    if config.rollout.native_kernels is not None or not config.deterministic:
+        return config
+    rollout = config.rollout.model_copy(update={"native_kernels": False})
+    return config.model_copy(update={"rollout": rollout})
+
+
 def plan_resume(
     run: str | Path,
     *,
@@ -163,7 +188,7 @@ def plan_resume(
     objects = {"prompts": prompts, "reward": reward, **more}
     check_given(run, facts, config, objects)
     with _named(run / CONFIG):
-        plan = prepare(config, out=run, **objects)
+        plan = prepare(_without_kernels(config), out=run, **objects)
     now = identity(config, plan.task, plan.model)
     given = config.model_dump(mode="json", exclude_unset=True)
     check_same(run, facts, now, given, accept_changed)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from dora_rl.core.protocol.errors import UserError
 from dora_rl.engines.fit import check_dtypes, check_shapes
+from dora_rl.engines.registry import own_interpreter
 from dora_rl.models.config import ModelConfig, read_config
 from dora_rl.runtime.control.memory import Watch
 from dora_rl.runtime.launchers.ray.installation import address_of, on_cluster, prepare_import
@@ -60,12 +61,20 @@ def _check_footprint(plan: Plan, model: ModelConfig) -> Footprint:
 
 
 def _check_cluster(plan: Plan) -> None:
-    """A Ray cluster that is named answers, and has what the run asks for."""
+    """A Ray cluster that is named answers, and has what the run asks for, on every node."""
     if plan.config.runtime.kind == "ray":
         prepare_import(address_of(plan.config.runtime.ray.address))
         from dora_rl.runtime.launchers.ray.cluster import check_cluster
 
-        check_cluster(plan.config)
+        if plan.config.runtime.ray.rewards.number:
+            from dora_rl.runtime.launchers.ray.rewards import order_of
+
+            order_of(plan.task, {})
+        rollout = plan.config.rollout
+        own = own_interpreter(rollout.engine, rollout.engine_options, rollout.device)
+        paths = [plan.model, *([plan.out] if plan.resumed else [])]
+        paths += [own.python] if own is not None else []
+        check_cluster(plan.config, [str(path.absolute()) for path in paths])
 
 
 def _check_weights(plan: Plan, model: ModelConfig) -> None:

@@ -8,7 +8,7 @@ function of its seed, killed or not, does the same at every checkpoint, and is r
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from pathlib import Path
 
@@ -50,6 +50,8 @@ class Checkpointer(Listener):
         self._interrupted = False
         self._because: str | None = None  # it had to stop, though nobody asked for it
         self._asked_for: dict[int, float] = {}  # steps that the trainer is saving, since when
+        self._then: Callable[[], object] | None = None  # what a save was asked for
+        self._then_from = 0  # the step that is to be saved for it, or a later one
         self._version = max(0, files.orchestrator.state.versions.newest)
 
     @property
@@ -81,6 +83,8 @@ class Checkpointer(Listener):
         every = self._files.config.run.checkpoint_every
         if self._phase is _Phase.ASKED:
             self._hold()
+        elif self._then is not None and self._phase is _Phase.RUNNING:
+            self._save()
         elif every and event.version and event.version % every == 0:
             if self._anew and not any(isinstance(command, Halt) for command in commands):
                 self._hold()
@@ -97,6 +101,17 @@ class Checkpointer(Listener):
         _log.info("stop asked: %s", because or "by the user")
         if self._files.orchestrator.state.trainer.phase is TrainerPhase.IDLE:
             self._hold()
+
+    def save_soon(self, then: Callable[[], object]) -> None:
+        """Save as soon as a step can be saved, and call; a run that ends by then does not call."""
+        if self._phase is not _Phase.RUNNING:
+            return
+        idle = self._files.orchestrator.state.trainer.phase is TrainerPhase.IDLE
+        self._then, self._then_from = then, self._version if idle else self._version + 1
+        if idle and self._version:
+            self._save()
+        elif idle:
+            self._call_then(0)  # nothing was trained
 
     def stopped_before(self, because: str | None = None) -> Ending:
         """How a resumed run ends that is to stop before it continues: there is nothing to save."""
@@ -137,6 +152,7 @@ class Checkpointer(Listener):
     def trainer_lost(self) -> None:
         """Whatever it was saving is not saved."""
         self._asked_for.clear()
+        self._then = None
         if self._phase is _Phase.SAVING:
             self._save()
 
@@ -182,3 +198,10 @@ class Checkpointer(Listener):
         self._files.committer.checkpointed(step)
         if self._phase is _Phase.SAVING and step == self._version:
             self._phase = _Phase.DONE
+        self._call_then(step)
+
+    def _call_then(self, step: int) -> None:
+        then = self._then
+        if then is not None and step >= self._then_from and self._phase is _Phase.RUNNING:
+            self._then = None
+            then()

@@ -2,13 +2,24 @@
 
 The journal and the records that the ledger names are on the disk first, then the ledger vouches for
 them, and only then goes what the ledger had still needed. It takes no decision about the run.
+
+    committer.commit()          # all that has happened lasts when this returns
+    committer.commit_if_due()   # begins a commit, or ends one that is under way; waits for no disk
+
+A large fleet writes to hundreds of files between two commits. Threads sync them, and then tell the
+ledger, while the driver continues; what it hears meanwhile belongs to the next commit. The ledger
+is used by one thread at a time: whoever reads it completes a commit that is under way first.
 """
 
 import logging
+import os
 import shutil
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from dora_rl.core.history.journal import Written
 from dora_rl.core.protocol.errors import UserError
@@ -23,12 +34,12 @@ from dora_rl.runtime.records.ledger_writer import (
     named_records,
 )
 from dora_rl.store.errors import damaged
-from dora_rl.store.ledger import Ledger, LedgerError, Position, SnapshotRow
+from dora_rl.store.ledger import Changes, Ledger, LedgerError, Position, SnapshotRow
 from dora_rl.store.rundir import checkpoint_path, checkpoints_in
 from dora_rl.store.snapshot_files import SnapshotFiles
 from dora_rl.trainer.settings import Behaviour
 from dora_rl.transports.errors import RecordLost
-from dora_rl.transports.samples.shared_directory import SampleStore
+from dora_rl.transports.samples.shared_directory import SampleStore, sync_path
 from dora_rl.weights.errors import WeightsError
 from dora_rl.weights.versions import (
     DELETED,
@@ -41,6 +52,24 @@ from dora_rl.weights.versions import (
 )
 
 _log = logging.getLogger(__name__)
+_SYNCS_AT_ONCE = 8  # a disk, and a file server all the more, syncs several files in the time of one
+_LOOK_S = 0.01  # between two looks whether a commit under way is synced
+
+
+class Flushed(NamedTuple):
+    """How far the journal is written, and the descriptors of files that are not on the disk yet."""
+
+    position: Position
+    files: Sequence[int]
+
+
+class _Commit(NamedTuple):
+    """One commit under way: what the ledger is told, and what goes once it was."""
+
+    changes: Changes
+    written: "Future[None]"
+    records: list[Any]  # files of the sample transport
+    versions: list[Version]
 
 
 class Committer:
@@ -51,7 +80,7 @@ class Committer:
         config: RunConfig,
         ledger: Ledger,
         ledger_writer: LedgerWriter,
-        sync: Callable[[], Position],
+        flush: Callable[[], Flushed],
         history: History,
         samples: SampleStore,
         *,
@@ -60,7 +89,7 @@ class Committer:
         checkpoints: Path,
         ours: bool,
     ) -> None:
-        """`sync` has the journal on the disk, and says how much of it there is."""
+        """`flush` has the journal written, and says how much of it there is."""
         self.ours = ours
         """The run's files are ours to change; those of a resumed run are not at once."""
         self._settings = config.run
@@ -68,7 +97,7 @@ class Committer:
         self._steps_load = config.train.behaviour is Behaviour.RECOMPUTE
         self._ledger = ledger
         self._ledger_writer = ledger_writer
-        self._sync = sync
+        self._flush = flush
         self._history = history
         self._samples = samples
         self._out = out
@@ -78,6 +107,9 @@ class Committer:
         self._checkpoints = checkpoints
         self._committed_at = 0.0
         self._deletions: list[Version] = []
+        self._threads: ThreadPoolExecutor | None = None  # that sync, from the first commit on
+        self._thread = ThreadPoolExecutor(1, "commit")
+        self._under_way: _Commit | None = None
 
     @property
     def _open(self) -> bool:
@@ -86,37 +118,94 @@ class Committer:
 
     def commit(self) -> None:
         """All that has happened, on the disk: the journal first, then the ledger vouches for it."""
-        if not self._open:
-            return
-        changes = self._ledger_writer.changes(self._sync())
-        if self._settings.durable:
-            try:
-                changes.snapshot = self._take_snapshot(changes.position)
-                self._samples.sync()
-                self._ledger.commit(changes)
-            except BaseException as error:
-                # Its writer has handed these changes over: a later commit would be without them.
-                self._ledger_writer.failed = True
-                if isinstance(error, LedgerError):
-                    raise RunFailed(str(error)) from error
-                raise
-            if changes.snapshot is not None:
-                self._snapshots.keep_only(changes.snapshot)
-        self._committed_at = time.monotonic()
-        self._samples.collect()
-        self._delete_versions()
+        self.complete()
+        if self._open:
+            self._begin()
+            self.complete()
 
     def commit_if_due(self) -> None:
-        """Not before the last commit is a while ago, unless it presses."""
-        if self._ledger_writer.pressing or self.commit_in_s() == 0.0:
-            self.commit()
+        """Not before the last commit is a while ago, unless it presses.
+
+        It waits for no file to be synced: that a commit is due again ends it, if it can be.
+        """
+        if self._under_way is not None and self._under_way.written.done():
+            self.complete()
+        if self._under_way is None and self._open and self._due_in_s() == 0.0:
+            self._begin()
 
     def commit_in_s(self) -> float | None:
-        """When the next commit is due, if one is."""
-        if not self._open or not self._ledger_writer.dirty:
+        """When `commit_if_due` is to be called, if it is."""
+        if self._under_way is not None:
+            return _LOOK_S
+        return self._due_in_s() if self._open else None
+
+    def _due_in_s(self) -> float | None:
+        if self._ledger_writer.pressing:
+            return 0.0
+        if not self._ledger_writer.dirty:
             return None
         due = self._committed_at + self._settings.commit_every_s
         return max(0.0, due - time.monotonic())
+
+    def _begin(self) -> None:
+        """Take what is new, and have its files synced; the ledger is told when it is complete."""
+        flushed = self._flush()
+        changes = self._ledger_writer.changes(flushed.position)
+        try:
+            if self._settings.durable:
+                changes.snapshot = self._take_snapshot(changes.position)
+                files = [partial(os.fsync, file) for file in flushed.files]
+                files += [partial(sync_path, path) for path in self._samples.take_unsynced()]
+                written = self._thread.submit(self._write, files, changes)
+            else:
+                written = Future()
+                written.set_result(None)
+        except BaseException:
+            self._lost()
+            raise
+        # What goes with this commit is not needed by now: what the next one drops is, until then.
+        deletions, self._deletions = self._deletions, []
+        self._under_way = _Commit(changes, written, self._samples.unneeded(), deletions)
+
+    def _write(self, files: Sequence[Callable[[], None]], changes: Changes) -> None:
+        """On a thread of its own: all files on the disk, then the ledger."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(_SYNCS_AT_ONCE, "sync")
+        for sync in [self._threads.submit(file) for file in files]:
+            sync.result()
+        self._ledger.commit(changes)
+
+    def complete(self) -> None:
+        """End the commit that is under way, if one is: waits until the ledger has it."""
+        commit, self._under_way = self._under_way, None
+        if commit is None:
+            return
+        if self._settings.durable:
+            try:
+                commit.written.result()
+            except BaseException as error:
+                self._lost()
+                if isinstance(error, LedgerError):
+                    raise RunFailed(str(error)) from error
+                raise
+            if commit.changes.snapshot is not None:
+                self._snapshots.keep_only(commit.changes.snapshot)
+        self._committed_at = time.monotonic()
+        self._samples.delete(commit.records)
+        self._delete_versions(commit.versions)
+
+    def _lost(self) -> None:
+        """Its writer has handed these changes over: a later commit would be without them."""
+        self._ledger_writer.failed = True
+
+    def close(self) -> None:
+        """No commit follows; one that is under way is completed, while the files are open."""
+        try:
+            self.complete()
+        finally:
+            self._thread.shutdown()
+            if self._threads is not None:
+                self._threads.shutdown()
 
     # Snapshots
 
@@ -197,12 +286,13 @@ class Committer:
     def _live(self) -> set[Version]:
         return {row.version for row in self._ledger.versions() if row.state == PUBLISHED}
 
-    def _delete_versions(self) -> None:
-        """What the ledger still leased until now may go, unless a step would load it."""
+    def _delete_versions(self, versions: Sequence[Version]) -> None:
+        """What the ledger leased until this commit may go, unless a step would load it."""
         kept: Container[Version] = self._ledger_writer.samplers if self._steps_load else ()
-        deletions, self._deletions = self._deletions, [v for v in self._deletions if v in kept]
-        for version in deletions:
-            if version not in kept:
+        for version in versions:
+            if version in kept:
+                self._deletions.append(version)
+            else:
                 delete_version(self._weights, version)
                 _log.debug("version %d deleted: its last lease is gone", version)
 
@@ -211,6 +301,7 @@ class Committer:
     @property
     def last_checkpoint(self) -> int | None:
         """Where a trainer begins: the step of the last checkpoint that the ledger has."""
+        self.complete()
         row = last_checkpoint(self._ledger)
         return None if row is None else row.step
 

@@ -55,6 +55,7 @@ class LedgerWriter(Listener):
         self._whole: dict[TrajectoryId, RecordRef] = {}  # whose payload is kept
         self._prefixes: dict[TrajectoryId, ms.Prefix] = {}  # as saved
         self._changes = Changes(_NOWHERE)
+        self._new_prefixes: dict[TrajectoryId, list[PrefixRow]] = {}  # rows of these changes
         self.dirty = False
         """Something happened since the last commit."""
         self.pressing = False
@@ -146,7 +147,8 @@ class LedgerWriter(Listener):
         for piece in new:
             self._samples.retain(piece.content)
             content = msgspec.msgpack.encode(msgspec.structs.replace(whole, pieces=(piece,)))
-            self._changes.prefixes.append(PrefixRow(trajectory_id, piece.start, content))
+            row = PrefixRow(trajectory_id, piece.start, content)
+            self._new_prefixes.setdefault(trajectory_id, []).append(row)
         self.dirty = True
 
     def checkpointed(self, step: int, name: str) -> None:
@@ -178,6 +180,8 @@ class LedgerWriter(Listener):
     def changes(self, position: Position) -> Changes:
         """All that is new since the last call."""
         changes, self._changes = self._changes, Changes(_NOWHERE)
+        changes.prefixes = [row for rows in self._new_prefixes.values() for row in rows]
+        self._new_prefixes = {}
         dropped = set(changes.dropped_batches)
         changes.batches = [row for row in changes.batches if row.step not in dropped]
         self.dirty = self.pressing = False
@@ -212,8 +216,7 @@ class LedgerWriter(Listener):
         if prefix is not None:
             for piece in prefix.pieces:
                 self._samples.release(piece.content)
-            rows = self._changes.prefixes
-            self._changes.prefixes = [row for row in rows if row.trajectory != trajectory_id]
+            self._new_prefixes.pop(trajectory_id, None)
             self._changes.dropped_prefixes.add(trajectory_id)
 
 

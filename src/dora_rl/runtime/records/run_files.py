@@ -33,7 +33,7 @@ from dora_rl.runtime.control.listeners import Listener
 from dora_rl.runtime.control.services import Clock, EnvironmentHost, Scorer, WorkerLink
 from dora_rl.runtime.prepare.given import GIVEN
 from dora_rl.runtime.prepare.plan import Plan
-from dora_rl.runtime.records.committer import Committer
+from dora_rl.runtime.records.committer import Committer, Flushed
 from dora_rl.runtime.records.history import History
 from dora_rl.runtime.records.identity import identity
 from dora_rl.runtime.records.journal_replay import check_header
@@ -178,7 +178,7 @@ class RunFiles:
         """How a resumed run was halted already: only what follows a halt is left to do."""
         self.directory: RunDirectory
         self.ledger: Ledger
-        self.committer: Committer
+        self._committer: Committer | None = None
         self._told_gaps = False
         self._stack = ExitStack()
         self._records: list[StepRecord | EvalRecord] = []  # of a resumed run, before it went on
@@ -241,11 +241,11 @@ class RunFiles:
         self._clean_up()  # of an incarnation that was killed
         self.exchange.mkdir()
         self.sample_store.create()
-        self.committer = Committer(
+        self._committer = Committer(
             self.config,
             ledger,
             self.ledger_writer,
-            self._sync,
+            self._flushed,
             self._history,
             self.sample_store,
             out=self.plan.out,
@@ -308,10 +308,19 @@ class RunFiles:
             self.ledger.set_facts({**facts, "parts": parts})
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        try:
+            if self._committer is not None:
+                self._committer.close()
+        finally:
+            self._stack.close()
 
     def _clean_up(self) -> None:
         shutil.rmtree(self.exchange, ignore_errors=True)
+
+    @property
+    def committer(self) -> Committer:
+        assert self._committer is not None, "the files are open"
+        return self._committer
 
     @property
     def weights(self) -> Path:
@@ -339,19 +348,19 @@ class RunFiles:
 
     # What is durable: see `committer`
 
-    def _sync(self) -> Position:
-        """The journal and the records of steps so far, on the disk if the run is to last."""
+    def _flushed(self) -> Flushed:
+        """The journal and the records of steps so far, and which files the disk has yet to have."""
         self.flush()
-        if self.config.run.durable:
-            os.fsync(self._journal.fileno())
-            if self._unsynced and self._metrics is not None:
-                os.fsync(self._metrics.fileno())
-                self._unsynced = False
+        files = [self._journal.fileno()]
+        if self._unsynced and self._metrics is not None:
+            files.append(self._metrics.fileno())
+            self._unsynced = False
         written, now = self._recorded.writer.written, self.orchestrator.state.now
-        return Position(written.records, written.bytes, now, written.sha256)
+        return Flushed(Position(written.records, written.bytes, now, written.sha256), files)
 
     def close(self, ending: Ending, wall_s: float) -> tuple[Summary, AuditReport]:
         """End the records: the journal's last line, and what the run came to."""
+        self.committer.complete()
         if self.committer.ours:
             self._recorded.writer.close(ending.reason)
             self.flush()

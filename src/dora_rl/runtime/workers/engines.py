@@ -73,6 +73,7 @@ def make_engine(config: RunConfig, model: Path) -> Engine:
             kv_dtype=rollout.kv_dtype,
             prefill_chunk=rollout.prefill_chunk,
             deterministic=config.deterministic,
+            native_kernels=rollout.native_kernels,
             device=rollout.device,
             lora_rank=None if config.model.lora is None else config.model.lora.rank,
             extra=rollout.engine_options,

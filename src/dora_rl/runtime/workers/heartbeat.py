@@ -93,7 +93,7 @@ def limit_s(message: ms.Message, core: Settings, step_timeout_s: float) -> float
     hang would be noticed only after `max_retries` more of these timeouts.
     """
     match message.command if isinstance(message, ms.Perform) else message:
-        case cm.Install() | cm.Evict():
+        case cm.Install() | cm.Evict() | cm.Sleep() | cm.Wake():
             return core.install_timeout_s
         case cm.Park() | cm.Unpark() | ms.HandOver() | ms.TakeOver():
             return core.migration_timeout_s

@@ -56,6 +56,7 @@ class RolloutInstance:
     sampling: Sampling
     seed: int
     clock: Callable[[], float] = time.monotonic
+    elastic: bool = False  # on the trainer's devices: it joins asleep
     outbox: list[ms.FromRollout] = field(default_factory=list)
     _successors: dict[Version, Version] = field(default_factory=dict)
     _kv_tokens: int = 0  # in the last report
@@ -67,6 +68,7 @@ class RolloutInstance:
     def __post_init__(self) -> None:
         self._version_slots = self.engine.capabilities.version_slots
         self._here = Placements(self.engine, self.sampling, self.seed, self.clock, self._report)
+        self._here.suspended = self.elastic
         self._migrations = Migrations(self._here, self.kv, self.outbox)
 
     @property
@@ -84,6 +86,7 @@ class RolloutInstance:
                 load.slots,
                 load.kv_budget_tokens,
                 self.engine.capabilities.version_slots,
+                self.elastic,
             )
         )
 
@@ -142,6 +145,12 @@ class RolloutInstance:
             case cm.Suspend() | cm.Resume():
                 self._here.account()
                 self._here.suspended = isinstance(command, cm.Suspend)
+            case cm.Sleep():
+                self._sleep()
+            case cm.Wake():
+                self._here.account()
+                self._here.suspended = False
+                self._report(ev.InstanceWoke(self.instance, self.incarnation))
             case _:
                 raise AssertionError(f"not for an instance: {command}")
 
@@ -223,6 +232,17 @@ class RolloutInstance:
         self.engine.evict(version)
         self.weights.release(version)
         self._here.digests.pop(version, None)
+
+    def _sleep(self) -> None:
+        """Training gets the devices: no version stays, and nothing runs any more.
+
+        What is parked waits here without its version; it moves to where that is served.
+        """
+        self._here.account()
+        self._here.suspended = True
+        for version in list(self._here.digests):
+            self._retire(version)
+        self._report(ev.InstanceSlept(self.instance, self.incarnation))
 
     # Trajectories
 

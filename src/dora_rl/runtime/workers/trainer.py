@@ -88,6 +88,8 @@ class TrainerWorker:
                 yield self._publish(message)
             case ms.Save():
                 yield from self._save(message)
+            case ms.LendThreads():
+                pass  # too late: the step that they were lent for is taken
             case ms.Shutdown():
                 self._trainer.close()
 

@@ -31,6 +31,7 @@ class LocalRuntime(WallClockRuntime[WorkerProcess]):
     ) -> None:
         super().__init__(files, memory, around_receive=around_receive)
         self._forks = worker_fork().in_force
+        self._writing: set[WorkerProcess] = set()  # whose socket has yet to take something
 
     def _spawn(self, worker: Worker, setup: ms.Setup, log: str) -> WorkerProcess:
         interpreter = None if worker.role is Role.TRAINER else self._interpreter
@@ -55,6 +56,7 @@ class LocalRuntime(WallClockRuntime[WorkerProcess]):
 
     def _gone(self, process: WorkerProcess) -> None:
         self._selector.unregister(process.channel.socket)
+        self._writing.discard(process)
         process.channel.close()
         deaths = self._memory.deaths
         why = process.death(self._memory.blame)
@@ -75,9 +77,15 @@ class LocalRuntime(WallClockRuntime[WorkerProcess]):
             self._watch_writes(process)
 
     def _watch_writes(self, process: WorkerProcess) -> None:
+        unsent = process.channel.unsent
+        if unsent == (process in self._writing):
+            return
         events = selectors.EVENT_READ
-        if process.channel.unsent:
+        if unsent:
+            self._writing.add(process)
             events |= selectors.EVENT_WRITE
+        else:
+            self._writing.discard(process)
         with suppress(KeyError, ValueError):
             serve = partial(self._serve, process)
             self._selector.modify(process.channel.socket, events, serve)

@@ -76,7 +76,7 @@ class WorkerProcess:
         ours, theirs = socket.socketpair()
         with theirs, open(log, "ab") as output:
             self._log_start = output.tell()  # after what earlier incarnations have written
-            environment = _environment(setup.threads, interpreter)
+            environment = worker_environment(setup.threads, interpreter)
             server = ForkServer.of_this_process(_recipe(interpreter), output) if forked else None
             self._process: subprocess.Popen[bytes] | ForkedProcess
             if server is not None:
@@ -87,7 +87,7 @@ class WorkerProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    pass_fds=(theirs.fileno(),),
+                    pass_fds=[fd for fd in (theirs.fileno(), site.objects) if fd is not None],
                     env=environment,
                     start_new_session=True,  # an interrupt at the terminal is the driver's alone
                 )
@@ -125,16 +125,13 @@ class WorkerProcess:
         return code is not None and Exit(code, self._killed, "").failed
 
     def _last_words(self) -> str:
-        """The last line that it printed and that is no log record, if there is one."""
-        with suppress(OSError), open(self._log, "rb") as file:
-            start = max(self._log_start, self._log.stat().st_size - _LOG_END)
-            file.seek(start)
-            if start > self._log_start:
-                file.readline()  # the rest of a line: it could not be told from a log record
-            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
-            words = [line for line in lines if line and not logs.is_line(line)]
-            return words[-1][:_LONGEST_WORDS] if words else ""
-        return ""
+        return last_words(self._log, self._log_start)
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, if it is still there."""
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, number)
 
     def kill(self) -> None:
         """End it at once, with whatever it has started."""
@@ -165,6 +162,19 @@ class WorkerProcess:
             return self._process.wait()
 
 
+def last_words(log: Path, since: int) -> str:
+    """The last line in a log, after so many bytes, that is no log record; empty without one."""
+    with suppress(OSError), open(log, "rb") as file:
+        start = max(since, log.stat().st_size - _LOG_END)
+        file.seek(start)
+        if start > since:
+            file.readline()  # the rest of a line: it could not be told from a log record
+        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
+        words = [line for line in lines if line and not logs.is_line(line)]
+        return words[-1][:_LONGEST_WORDS] if words else ""
+    return ""
+
+
 def _command(interpreter: Interpreter | None) -> tuple[str, ...]:
     """What runs a module that is named after it."""
     if interpreter is None:
@@ -175,11 +185,11 @@ def _command(interpreter: Interpreter | None) -> tuple[str, ...]:
 def _recipe(interpreter: Interpreter | None) -> Recipe:
     """Of the server that forks such workers, whatever their share of the cores."""
     imports = _IMPORTS if interpreter is None else interpreter.imports
-    environment = _environment(1, interpreter)
+    environment = worker_environment(1, interpreter)
     return Recipe(_command(interpreter), imports, frozenset(environment.items()))
 
 
-def _environment(threads: int, interpreter: Interpreter | None) -> dict[str, str]:
+def worker_environment(threads: int, interpreter: Interpreter | None) -> dict[str, str]:
     """A worker's share of the cores, and what its Python reads.
 
     Threads that wait spin for some microseconds, as long as the next operation of a small model

@@ -15,6 +15,10 @@ class Site(NamedTuple):
     run: str
     parent: int
     """The process that has started the worker, which ends with it: the driver's, or a server's."""
+    objects: int | None = None
+    """An open socket: the worker's way to the object store of its cluster, if it has one."""
+    scratch: str | None = None
+    """A directory of this node for this worker alone, where the run's may be on another."""
 
     @classmethod
     def parse(cls, text: str) -> "Site":
@@ -37,6 +41,8 @@ class Site(NamedTuple):
 
     def copies(self, instance: InstanceId) -> Path:
         """Where an instance keeps versions that it was sent."""
+        if self.scratch is not None:
+            return Path(self.scratch, "copies")
         return copies_of(self.exchange, instance)
 
     @property

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -75,30 +76,35 @@ def _serve_rollout(channel: Channel, setup: ms.Setup, site: Site, config: RunCon
     from dora_rl.runtime.workers.engines import make_engine, sampling_of
     from dora_rl.runtime.workers.heartbeat import Heartbeat
     from dora_rl.runtime.workers.rollout import RolloutInstance
-    from dora_rl.transports.kv.shared_directory import KvDirectory
+    from dora_rl.transports.kv.registry import make_kv
+    from dora_rl.transports.objects.link import ObjectLink
     from dora_rl.transports.samples.shared_directory import SampleReader, SampleWriter
     from dora_rl.transports.weights.registry import make_receiver
 
+    objects = None if site.objects is None else ObjectLink(socket.socket(fileno=site.objects))
+    copies = site.copies(setup.instance)
     instance = RolloutInstance(
         setup.instance,
         setup.incarnation,
         make_engine(config, Path(site.model)),
-        make_receiver(config.runtime.weights, site.weights, site.copies(setup.instance)),
+        make_receiver(config.runtime.weights, site.weights, copies, objects),
         SampleWriter(site.trajectories, setup.instance, setup.incarnation),
         SampleReader(site.trajectories),
-        KvDirectory(site.exchange),
+        make_kv(config.runtime.kv, site.exchange, objects, site.scratch),
         sampling_of(config, evaluation=setup.evaluation),
         config.run.seed,
+        elastic=setup.elastic,
     )
     # Loading the engine is the launcher's to watch (runtime.start_timeout_s): the core awaits
     # heartbeats of instances that have joined.
     period_s = config.runtime.report_period_s
     try:
         instance.join()
+        notice = _Notice(channel)
         speaker = _Speaker(channel, instance, config, saves=not setup.evaluation)
         speaker.tell()
         with Heartbeat(lambda: channel.send(instance.still_alive()), period_s) as heartbeat:
-            _serve_messages(channel, config, instance, heartbeat, speaker)
+            _serve_messages(channel, config, instance, heartbeat, speaker, notice)
     finally:
         instance.engine.close()  # an engine may have processes and device memory of its own
         instance.weights.close()
@@ -110,6 +116,7 @@ def _serve_messages(
     instance: "RolloutInstance",
     heartbeat: "Heartbeat",
     speaker: "_Speaker",
+    notice: "_Notice",
 ) -> None:
     """Until it is told to end: messages first, then a step. After each of them, what is due."""
     from dora_rl.runtime.workers.heartbeat import limit_s
@@ -130,6 +137,7 @@ def _serve_messages(
             with heartbeat.during(step_s):
                 instance.step()
         speaker.tell()
+        notice.tell()
 
 
 class _Speaker:
@@ -173,6 +181,12 @@ def _serve_training(channel: Channel, setup: ms.Setup, site: Site, config: RunCo
     from dora_rl.transports.weights.registry import make_publisher
 
     progress, news = _Progress(channel), _News(channel)
+    lent = _LentThreads(channel, setup.threads)
+
+    def progressed() -> None:
+        progress.made()
+        lent.take()
+
     trainer = TrainerWorker.open(
         config,
         Path(site.model),
@@ -180,16 +194,19 @@ def _serve_training(channel: Channel, setup: ms.Setup, site: Site, config: RunCo
         SampleReader(site.trajectories),
         site.checkpoints,
         setup.checkpoint,
-        progress=progress.made,
+        progress=progressed,
     )
     channel.send(ms.TrainerReady())
+    notice = _Notice(channel)
     step = setup.checkpoint
     _log.info("ready, from %s", "the model" if step is None else f"the checkpoint of step {step}")
     while True:
         news.tell()
+        notice.tell()
         if channel.wait(_POLL_S):
             for message in channel.receive():
                 for answer in trainer.handle(message):  # type: ignore[arg-type]
+                    lent.give_back()
                     channel.send(answer)
                 if isinstance(message, ms.Shutdown):
                     return
@@ -212,6 +229,28 @@ class _News:
             self._channel.send(ms.Tried(new))
 
 
+class _Notice:
+    """SIGTERM tells a worker to go: the driver hears of it, and has its work moved or saved first.
+
+    A second one ends the worker, as the first does before there is work.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._heard = False
+        if threading.current_thread() is threading.main_thread():  # only there are signals heard
+            signal.signal(signal.SIGTERM, self._hear)
+
+    def _hear(self, *_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._heard = True
+
+    def tell(self) -> None:
+        if self._heard:
+            self._heard = False
+            self._channel.send(ms.ToldToGo())
+
+
 class _Progress:
     """Tells the driver now and then that the trainer gets on."""
 
@@ -223,6 +262,36 @@ class _Progress:
         if time.monotonic() >= self._told_at + _TELL_S:
             self._told_at = time.monotonic()
             self._channel.send(ms.Progressed())
+
+
+class _LentThreads:
+    """Threads of rollout instances that sleep, for the rest of a train step."""
+
+    def __init__(self, channel: Channel, own: int) -> None:
+        self._channel = channel
+        self._own = own
+        self._using = own
+
+    def take(self) -> None:
+        """Use what has been lent since the last call; other messages wait."""
+        if not self._channel.wait(0.0):
+            return
+        kept: list[ms.Message] = []
+        for message in self._channel.receive():
+            if isinstance(message, ms.LendThreads):
+                self._use(message.threads)
+            else:
+                kept.append(message)
+        self._channel.put_back(kept)
+
+    def give_back(self) -> None:
+        """Before the answer that wakes their owners."""
+        self._use(self._own)
+
+    def _use(self, threads: int) -> None:
+        if threads != self._using:
+            self._using = threads
+            _limit_threads(threads)
 
 
 def _limit_threads(threads: int) -> None:

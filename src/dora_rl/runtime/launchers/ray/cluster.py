@@ -5,10 +5,11 @@ Whoever has called `ray.init` before keeps that connection; it is used, and left
 
 import logging
 import math
+import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,11 +21,14 @@ from dora_rl.core.protocol.errors import UserError
 from dora_rl.machine import processor
 from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.launchers.ray.installation import address_of, listens_beyond
-from dora_rl.runtime.launchers.ray.settings import CPU, RaySettings
+from dora_rl.runtime.launchers.ray.nodes import check_nodes
+from dora_rl.runtime.launchers.ray.settings import CPU, Resources
 
 _LOOPBACK = "127.0.0.1"
 _ANSWER_S = 5.0  # for the address to answer at all: Ray itself tries for a minute
-_STORE_BYTES = 100 << 20  # of our own cluster's object store: only messages go through it
+_ANY_NUMBER = 1 << 20  # of workers that need nothing
+_STORE_BYTES = 100 << 20  # of our own cluster's object store, if only messages go through it
+_START_S = 300  # for a process of Ray's to start, where no run says otherwise
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL}
 
 
@@ -32,7 +36,7 @@ _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITI
 def connected(config: RunConfig) -> Iterator[None]:
     """Be connected inside, to a cluster that can have the run."""
     if ray.is_initialized():
-        check_resources(config.runtime.ray)
+        check_resources(config)
         yield
         return
     address = address_of(config.runtime.ray.address)
@@ -44,32 +48,44 @@ def connected(config: RunConfig) -> Iterator[None]:
                 _join(address)
         # Else raylets complain on stdout of workers that die, which the run's own log has.
         ray_worker._worker_logs_enabled = False
-        check_resources(config.runtime.ray)
+        check_resources(config)
         yield
     finally:
         with _signals_kept():
             ray.shutdown()
 
 
-def check_cluster(config: RunConfig) -> None:
+def check_cluster(config: RunConfig, paths: Sequence[str]) -> None:
     """Refuse an address that does not answer, or a cluster that lacks what the run asks for.
 
-    A cluster of our own has what it is started with: there is nothing to ask.
+    So is one with a node that lacks one of these paths. A cluster of our own has what it is
+    started with: there is nothing to ask.
     """
     if address_of(config.runtime.ray.address) is not None or ray.is_initialized():
         with connected(config):
-            pass
+            check_nodes(paths, config.runtime.ray.py_executable)
 
 
-def check_resources(settings: RaySettings) -> None:
-    """Refuse a run whose trainer, or whose instances, fit on no node that is there.
+def check_resources(config: RunConfig) -> None:
+    """Refuse a run whose trainer, or whose instances, fit on no nodes that are there.
 
     Instances that find no room now wait for a node that has it.
     """
     nodes: list[dict[str, float]] = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    for role, wanted in (("trainer", settings.trainer), ("rollout", settings.rollout)):
+    settings, ranks = config.runtime.ray, config.train.processes
+    roles: dict[str, Resources] = {"trainer": settings.trainer, "rollout": settings.rollout}
+    if settings.rewards.number:
+        roles["rewards"] = settings.rewards
+    for role, wanted in roles.items():
         bundle = wanted.bundle
-        if not any(_fits(bundle, node) for node in nodes):
+        places = sum(_places(bundle, node) for node in nodes)
+        if role == "trainer" and 0 < places < ranks:
+            raise UserError(
+                f"train.processes are more than the cluster has room for: `{ranks}`, each with "
+                f"{_shown(bundle)}; there is room for {places} on {len(nodes)} nodes. Lower it or "
+                "runtime.ray.trainer, or add a node."
+            )
+        if not places:
             largest = {name: max(node.get(name, 0.0) for node in nodes) for name in bundle}
             raise UserError(
                 f"runtime.ray.{role} asks for more than any node of the cluster has: "
@@ -78,8 +94,10 @@ def check_resources(settings: RaySettings) -> None:
             )
 
 
-def _fits(bundle: Mapping[str, float], node: Mapping[str, float]) -> bool:
-    return all(node.get(name, 0.0) >= amount for name, amount in bundle.items())
+def _places(bundle: Mapping[str, float], node: Mapping[str, float]) -> int:
+    """How many of such workers a node has room for, if it has nothing else."""
+    rooms = [int(node.get(name, 0.0) // amount) for name, amount in bundle.items()]
+    return min(rooms, default=_ANY_NUMBER)
 
 
 def _shown(resources: Mapping[str, float]) -> str:
@@ -90,22 +108,52 @@ def _start(config: RunConfig) -> None:
     """A cluster that ends with this process. As in `local`, workers may be more than cores."""
     settings, instances = config.runtime.ray, config.runtime.instances
     needed: dict[str, float] = {CPU: 0.0}
-    everyone = [*[settings.rollout] * instances, settings.trainer, settings.evaluator]
+    trainer = settings.trainer.times(config.train.processes)
+    everyone = [*[settings.rollout] * instances, trainer, settings.evaluator]
+    everyone.append(settings.rewards.times(settings.rewards.number))
     for resources in everyone:
         for name, amount in {CPU: resources.cpus, **resources.custom}.items():
             needed[name] = needed.get(name, 0.0) + amount
     cpus = max(processor.cores(), math.ceil(needed.pop(CPU)))
+    by_objects = "object_store" in (
+        config.runtime.weights.transport,
+        config.runtime.kv.transport,
+    )
+    _start_here(
+        cpus,
+        needed,
+        None if by_objects else _STORE_BYTES,
+        math.ceil(config.runtime.start_timeout_s),
+    )
+
+
+@contextmanager
+def machine_cluster(cpus: int, store_bytes: int) -> Iterator[None]:
+    """Be connected inside to a cluster of this machine that has this object store."""
+    try:
+        with _signals_kept():
+            _start_here(cpus, {}, store_bytes, _START_S)
+        yield
+    finally:
+        with _signals_kept():
+            ray.shutdown()
+
+
+def _start_here(
+    cpus: int, resources: dict[str, float], store_bytes: int | None, start_s: int
+) -> None:
     with _refused("a cluster of this machine could not be started"):
         ray.init(
             "local",
             num_cpus=cpus,
-            resources=needed,
-            object_store_memory=_STORE_BYTES,
+            resources=resources,
+            object_store_memory=store_bytes,  # None: Ray takes a share of the memory
             include_dashboard=False,
             _node_ip_address=_LOOPBACK,
-            # A machine that is busy takes long to start a process; the supervisor is the judge.
             _system_config={
-                "worker_register_timeout_seconds": math.ceil(config.runtime.start_timeout_s)
+                # A machine that is busy takes long to start a process; the supervisor is the judge.
+                "worker_register_timeout_seconds": start_s,
+                "worker_niceness": 0,  # as in `local`; else all else on this machine comes first
             },
             **_QUIET,
         )
@@ -119,12 +167,29 @@ def _join(address: str) -> None:
     host, _, port = address.rpartition(":")
     if port.isdigit():
         try:
-            socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
+            _greet(host.strip("[]"), int(port))
         except OSError as error:
-            why = error.strerror or "no answer"
+            why = error.strerror or str(error) or "no answer"
             raise UserError(f"{what}: {why}. Start it with `ray start --head`.") from None
     with _refused(what):
         ray.init(address, **_QUIET)
+
+
+def _greet(host: str, port: int) -> None:
+    """An `OSError` unless a gRPC server answers there in time: Ray itself would try for minutes.
+
+    Both ends of HTTP/2 begin with their settings: a frame of type 4, after the client's preface.
+    """
+    with socket.create_connection((host, port), _ANSWER_S) as connection:
+        if os.environ.get("RAY_USE_TLS", "0") != "0":
+            return  # it would wait for another greeting
+        connection.settimeout(_ANSWER_S)
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
+        header = b""
+        while len(header) < 9 and (more := connection.recv(9 - len(header))):
+            header += more
+        if len(header) < 9 or header[3] != 4:
+            raise OSError("what listens there is no Ray cluster")
 
 
 @contextmanager
@@ -132,7 +197,10 @@ def _refused(what: str) -> Iterator[None]:
     try:
         yield
     except (ConnectionError, OSError, RuntimeError, TimeoutError, ValueError) as error:
-        raise UserError(f"{what}: {one_line(error)}") from error
+        why = one_line(error)
+        if "Version mismatch" in why:
+            why = f"{why.rstrip('.')}. Install the cluster's versions of Ray and Python here."
+        raise UserError(f"{what}: {why}") from error
 
 
 @contextmanager

@@ -5,10 +5,11 @@ the instances that a node took along. The trainer comes first: if it waits, an i
 """
 
 import os
+import secrets
 import selectors
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import ray
@@ -21,9 +22,18 @@ from dora_rl.runtime.control.memory import Watch
 from dora_rl.runtime.launchers.local.processes import Exit
 from dora_rl.runtime.launchers.ray.actor import Order
 from dora_rl.runtime.launchers.ray.cluster import connected
+from dora_rl.runtime.launchers.ray.drains import watched_drains
+from dora_rl.runtime.launchers.ray.introductions import (
+    Introductions,
+    uses_objects,
+    with_transports,
+)
+from dora_rl.runtime.launchers.ray.ranks import TOKEN, Group
 from dora_rl.runtime.launchers.ray.remote_worker import CallQueue, Ears, RemoteWorker
+from dora_rl.runtime.launchers.ray.rewards import RemoteScorer, order_of
 from dora_rl.runtime.launchers.wall_clock import WallClockRuntime
 from dora_rl.runtime.records.run_files import Ending, RunFiles
+from dora_rl.transports.handshake import Address
 
 _END_S = 30.0  # for workers to end when they are asked to; then their actors are killed
 _YIELD_S = 10.0  # that the trainer waits for room before an instance makes some
@@ -34,8 +44,16 @@ class RayRuntime(WallClockRuntime[RemoteWorker]):
     """Carries a run's messages by calls of actors."""
 
     def __init__(self, files: RunFiles, memory: Watch | None = None) -> None:
-        super().__init__(files, memory)
         self._calls = CallQueue()
+        self._scorer = _remote_scorer(files, self._calls)
+        introductions = Introductions(lambda: self._processes.get(TRAINER))
+        config = with_transports(files.config)
+        by_objects = config.runtime.kv.transport == "object_store"
+        kv = introductions if by_objects else None
+        super().__init__(files, memory, scorer=self._scorer, kv=kv)
+        self._config = config
+        self.driver.listeners.append(introductions)
+        self._introductions = introductions
         self._node = ""
         self._yielded_at = 0.0
         self._ears = Ears(
@@ -51,7 +69,8 @@ class RayRuntime(WallClockRuntime[RemoteWorker]):
         try:
             with connected(self._config):
                 self._node = ray.get_runtime_context().get_node_id()
-                return super().run()
+                with watched_drains(self._calls, self._drained), self._scoring():
+                    return super().run()
         finally:
             self._calls.close()
             self._selector.close()
@@ -59,6 +78,20 @@ class RayRuntime(WallClockRuntime[RemoteWorker]):
     def _turn(self) -> None:
         super()._turn()
         self._make_room()
+        if self._scorer is not None:
+            self._scorer.check()
+
+    @contextmanager
+    def _scoring(self) -> Iterator[None]:
+        """Reward workers run inside, if they are on nodes."""
+        if self._scorer is None:
+            yield
+            return
+        self._scorer.start()
+        try:
+            yield
+        finally:
+            self._scorer.close()
 
     def _spawn(self, worker: Worker, setup: ms.Setup, log: str) -> RemoteWorker:
         settings = self._config.runtime.ray
@@ -67,17 +100,27 @@ class RayRuntime(WallClockRuntime[RemoteWorker]):
             Role.ROLLOUT: settings.rollout,
             Role.EVALUATOR: settings.evaluator,
         }[worker.role]
+        path = str(self._files.plan.out.resolve() / "logs" / f"{log}.log")
         interpreter = None if worker.role is Role.TRAINER else self._interpreter
         own: dict[str, Any] = {}
         if interpreter is not None:
             own = {"python": str(interpreter.python), "python_variables": interpreter.variables}
-        shared = {key: value for key, value in os.environ.items() if key.startswith(_PASSED_ON)}
+        ranks = None
+        shared = _shared_variables()
+        if worker.role is Role.TRAINER and self._config.train.processes > 1:
+            if self._over_nodes:
+                ranks = self._group(setup.threads, path, shared)
+                shared[TOKEN] = ranks.token
+            elif self._config.train.rendezvous is None:  # rank 0 starts the others beside itself
+                resources = resources.times(self._config.train.processes)
         order = Order(
             name=str(worker),
             setup=ms.encode(setup),
             site=self._site.encode(),
-            log=str(self._files.plan.out.resolve() / "logs" / f"{log}.log"),
+            log=path,
+            meets=ranks is not None,
             variables=shared,
+            objects=worker.role is not Role.TRAINER and uses_objects(self._config),
             **own,
         )
         return RemoteWorker(
@@ -87,7 +130,24 @@ class RayRuntime(WallClockRuntime[RemoteWorker]):
             self._ears,
             title=f"{worker}, incarnation {setup.incarnation}",
             py_executable=settings.py_executable,
+            ranks=ranks,
         )
+
+    @property
+    def _over_nodes(self) -> bool:
+        """Whether ranks of the trainer may be on several nodes.
+
+        Not of a cluster on loopback, which is this machine; nor where the user starts them.
+        """
+        here = Address(ray.util.get_node_ip_address(), 0)
+        return self._config.train.rendezvous is None and not here.loopback
+
+    def _group(self, threads: int, log: str, variables: Mapping[str, str]) -> Group:
+        """Of a trainer's ranks. Each incarnation has its own token, unless the user names one."""
+        token = variables.get(TOKEN) or secrets.token_hex(32)
+        others = {name: value for name, value in variables.items() if name != TOKEN}
+        size = self._config.train.processes
+        return Group(size=size, token=token, threads=threads, log=log, variables=others)
 
     def _started(self, process: RemoteWorker) -> None:
         """An instance had no room until now; of the others, the wait counts as their start."""
@@ -114,6 +174,14 @@ class RayRuntime(WallClockRuntime[RemoteWorker]):
             self._started(process)  # one that never was has died as well
         self._died(process, Death(why, own_error=own_error))
 
+    def _drained(self, nodes: Collection[str]) -> None:
+        """Nodes that are about to go; they take no new workers, by Ray."""
+        for worker, process in list(self._processes.items()):
+            if process.is_on(nodes):
+                self.told_to_go(worker, "its node is drained")
+        if self._scorer is not None:
+            self._scorer.drained(nodes)
+
     def _make_room(self) -> None:
         """Its replacement waits behind the trainer."""
         trainer, now = self._processes.get(TRAINER), time.monotonic()
@@ -130,7 +198,7 @@ class RayRuntime(WallClockRuntime[RemoteWorker]):
                 return
 
     def _send(self, process: RemoteWorker, message: ms.Message) -> None:
-        process.send(message)
+        process.send(message, self._introductions.peers_for(process, message))
 
     def _end(self, processes: Iterable[RemoteWorker]) -> None:
         processes = list(processes)
@@ -140,3 +208,22 @@ class RayRuntime(WallClockRuntime[RemoteWorker]):
                 ray.wait(answers, num_returns=len(answers), timeout=_END_S)
         for process in processes:
             process.close()
+
+
+def _shared_variables() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key.startswith(_PASSED_ON)}
+
+
+def _remote_scorer(files: RunFiles, calls: CallQueue) -> RemoteScorer | None:
+    """What scores on the nodes, if the run wants that and has rewards."""
+    ray_settings, task = files.config.runtime.ray, files.plan.task
+    if not ray_settings.rewards.number or not task.rewards:
+        return None
+    return RemoteScorer(
+        order_of(task, _shared_variables()),
+        ray_settings.rewards,
+        calls,
+        files.reward_log.entry,
+        patience_s=files.config.runtime.start_timeout_s,
+        py_executable=ray_settings.py_executable,
+    )

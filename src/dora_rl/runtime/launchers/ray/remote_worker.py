@@ -11,7 +11,7 @@ nothing here waits, and nothing happens at any other time.
 import queue
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +32,7 @@ from dora_rl.runtime.control import messages as ms
 from dora_rl.runtime.launchers.local.channel import decoded, stream
 from dora_rl.runtime.launchers.local.processes import Exit
 from dora_rl.runtime.launchers.ray.actor import GROUPS, Order, Started, WorkerActor
+from dora_rl.runtime.launchers.ray.ranks import Followers, Group
 from dora_rl.runtime.launchers.ray.settings import CPU, GPU, Resources
 
 _COLLECT_S = 30.0  # of one call that hears nothing
@@ -96,7 +97,9 @@ class RemoteWorker:
         *,
         title: str,
         py_executable: str | None,
+        ranks: Group | None = None,
     ) -> None:
+        """With `ranks`, it is the first of a trainer's; the resources are those of each."""
         self.name = order.name
         self.waiting = True
         self.since = time.monotonic()
@@ -107,9 +110,20 @@ class RemoteWorker:
         self._killed_at: float | None = None
         self._frames = stream()
         self._unsent: list[bytes] = []
+        self._peers: dict[str, Any] = {}  # to introduce with what is unsent
         self._delivering = False
-        self._group, self._actor = _placed(resources, title, py_executable)
+        bundles = 1 if ranks is None else ranks.size
+        self._group, make_actor = placed(resources, title, py_executable, bundles)
+        self._followers: Followers | None = None
+        if ranks is not None:
+            self._followers = Followers(ranks, make_actor, self._ask, self._rank_lost)
+        self._actor = make_actor(WorkerActor, 0)
         self._ask(self._actor.start.remote(msgspec.msgpack.encode(order)), self._answered)
+
+    def is_on(self, nodes: Collection[str]) -> bool:
+        """Whether it, or one of its ranks, runs on one of these nodes."""
+        others = set() if self._followers is None else self._followers.nodes
+        return self.node in nodes or not others.isdisjoint(nodes)
 
     def lacks_room(self) -> bool:
         """Whether no node has room for it; asks the cluster."""
@@ -117,7 +131,14 @@ class RemoteWorker:
             return False
         return bool(placement_group_table(self._group)["state"] == "PENDING")
 
-    def send(self, message: ms.Message) -> None:
+    @property
+    def actor(self) -> Any:
+        """The handle of its actor, for other actors to ask; None if it is not there."""
+        return None if self._over or self.waiting else self._actor
+
+    def send(self, message: ms.Message, peers: Mapping[str, Any] | None = None) -> None:
+        """Queue a message, with the actors to ask for what it makes the worker want."""
+        self._peers |= peers or {}
         self._unsent.append(frame(ms.encode(message)))
         self._deliver()
 
@@ -139,6 +160,8 @@ class RemoteWorker:
     def close(self) -> None:
         """Nothing of it is left, and nothing is heard of it any more."""
         self._over = True
+        if self._followers is not None:
+            self._followers.close()
         with suppress(RayError, ValueError, RuntimeError):
             ray.kill(self._actor)
         if self._group is not None:
@@ -169,6 +192,8 @@ class RemoteWorker:
             self._ears.refused(self, started.refusal)
             return
         self.waiting = False
+        if self._followers is not None and started.address is not None:
+            self._followers.start(started.address)
         self._ears.started(self)
         self._deliver()
         self._collect()
@@ -178,7 +203,8 @@ class RemoteWorker:
             return
         self._delivering = True
         framed, self._unsent = b"".join(self._unsent), []
-        self._ask(self._actor.deliver.remote(framed), self._delivered)
+        peers, self._peers = self._peers, {}
+        self._ask(self._actor.deliver.remote(framed, peers), self._delivered)
 
     def _delivered(self, _: None) -> None:
         self._delivering = False
@@ -199,21 +225,28 @@ class RemoteWorker:
         self.close()
         self._ears.ended(self, Exit(*ended))
 
+    def _rank_lost(self, why: str) -> None:
+        """Rank 0 cannot train without the others, and may not have noticed."""
+        self.close()
+        self._ears.lost(self, why, True)
+
     def _failed(self, error: Exception) -> None:
         """A call did not come back: the actor is gone, or cannot be reached, or was no use."""
         self.close()
         own_error = not isinstance(error, ray.exceptions.RayActorError)
-        self._ears.lost(self, f"{self.name} is lost: {_last_line(error)}", own_error)
+        self._ears.lost(self, f"{self.name} is lost: {last_line(error)}", own_error)
 
 
-def _placed(resources: Resources, title: str, py_executable: str | None) -> tuple[Any, Any]:
-    """An actor that waits for its own placement group, which a need for nothing does not have.
+def placed(
+    resources: Resources, title: str, py_executable: str | None, bundles: int = 1
+) -> tuple[Any, Callable[[type, int], Any]]:
+    """A placement group, which a need for nothing does not have, and what makes actors in it.
 
-    It is never restarted by Ray: the supervisor replaces it, under a new incarnation.
+    An actor waits for the group, and has one of the bundles, by number. It is never restarted by
+    Ray: the supervisor replaces it, under a new incarnation.
     """
     bundle, group = resources.bundle, None
     options: dict[str, Any] = {
-        "name": title,
         "num_cpus": bundle.get(CPU, 0),
         "num_gpus": bundle.get(GPU, 0),
         "resources": resources.custom,
@@ -221,14 +254,21 @@ def _placed(resources: Resources, title: str, py_executable: str | None) -> tupl
         "max_task_retries": 0,
     }
     if bundle:
-        group = placement_group([bundle], strategy="STRICT_PACK")
-        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, 0)
+        group = placement_group([bundle] * bundles, strategy="PACK")
     if py_executable is not None:
         options["runtime_env"] = {"py_executable": py_executable}
     remote: Any = ray.remote  # its types know no concurrency groups
-    return group, remote(concurrency_groups=GROUPS)(WorkerActor).options(**options).remote()
+
+    def make_actor(kind: type, number: int) -> Any:
+        name = title if number == 0 else f"{title}, rank {number}"
+        where = None if group is None else PlacementGroupSchedulingStrategy(group, number)
+        actor = remote(concurrency_groups=GROUPS)(kind)
+        return actor.options(name=name, scheduling_strategy=where, **options).remote()
+
+    return group, make_actor
 
 
-def _last_line(error: Exception) -> str:
+def last_line(error: Exception) -> str:
+    """What an error of Ray's comes to, after pages of how it came about."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[-1] if lines else type(error).__name__)[:_LONGEST_WORDS]

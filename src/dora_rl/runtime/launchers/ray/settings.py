@@ -32,6 +32,22 @@ class Resources(ConfigModel):
         wanted = {CPU: self.cpus, GPU: self.gpus, **self.custom}
         return {name: amount for name, amount in wanted.items() if amount}
 
+    def times(self, number: int) -> "Resources":
+        """Of so many workers together."""
+        custom = {name: number * amount for name, amount in self.custom.items()}
+        return Resources(cpus=number * self.cpus, gpus=number * self.gpus, custom=custom)
+
+
+class RewardWorkers(Resources):
+    """Reward workers on the nodes, and what each of them occupies."""
+
+    number: int = Field(
+        default=0,
+        ge=0,
+        le=1024,
+        description="sandboxed workers on the nodes; 0: `task.reward_workers` beside the driver",
+    )
+
 
 class RaySettings(ConfigModel):
     """`[runtime.ray]`: of a run with `runtime.kind = "ray"`."""
@@ -48,8 +64,11 @@ class RaySettings(ConfigModel):
         description="the Python of workers on the nodes, if it is not that of their Ray",
     )
     rollout: Resources = Field(default=Resources(), description="of each rollout instance")
-    trainer: Resources = Resources()
+    trainer: Resources = Field(
+        default=Resources(), description="of each training process (`train.processes`)"
+    )
     evaluator: Resources = Resources(cpus=0.0)
+    rewards: RewardWorkers = RewardWorkers()
 
     @field_validator("address")
     @classmethod
