@@ -31,7 +31,10 @@ ONLY_IN = {
         *("algorithms/", "models/", "trainer/", "engines/", "weights/", "benchmarks/"),
         *("runtime/workers/", "runtime/launchers/", "transports/weights/", "doctor/torch_build.py"),
     ],
-    "numpy": ["algorithms/", "models/", "trainer/", "engines/", "weights/"],
+    "numpy": [
+        *("algorithms/", "models/", "trainer/", "engines/", "weights/"),
+        "runtime/launchers/ray/objects.py",  # Ray copies an array once, and bytes twice
+    ],
     "safetensors": ["models/", "trainer/", "weights/", "benchmarks/models.py"],
     "tokenizers": ["models/"],
     "transformers": ["models/packaged.py", "trainer/", "benchmarks/contestants/"],

@@ -1,6 +1,8 @@
 """`dora-rl plan`: what it prints, writes and refuses."""
 
 import json
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from dora_rl import cli
 from dora_rl.cli import plan as command
 from dora_rl.cli._interrupts import INCOMPLETE
 from dora_rl.core.protocol.errors import DoraError, UserError
+from dora_rl.runtime.prepare.plan import read_config
 from dora_rl.simulator import planning
 from dora_rl.simulator.cost_parameters import DEVICES
 from dora_rl.simulator.planning import Question, search
@@ -258,3 +261,79 @@ def test_numbers_may_have_units(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (question.devices, question.batch) == (1000, (2000, 16))
     assert (question.mean_length, question.max_length) == (2500.0, 32_000.0)
     assert model_named("8B")[0]["parameters"] == 8e9
+
+
+# --write: the plan as the configuration of a run
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("written") / "my.toml"
+    assert cli.main(["plan", *SMALL, "--write", str(file)]) == 0
+    return file
+
+
+def test_a_plan_is_written_as_a_configuration_that_is_accepted(
+    written: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tomllib.loads(written.read_text(encoding="utf-8"))
+    assert data["orchestration"]["groups_per_step"] == 4
+    assert data["orchestration"]["group_size"] == 2
+    assert data["rollout"]["max_tokens"] == 1000 and data["rollout"]["slots"] == 8
+    assert cli.main(["check", str(written)]) == 0
+    assert "dora-rl train would start" in capsys.readouterr().out
+
+
+def test_what_is_written_is_what_was_recommended(
+    written: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", *SMALL, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["recommendation"]
+    data = tomllib.loads(written.read_text(encoding="utf-8"))
+    planned = found["settings"]["orchestration"]
+    ours = {key: data["orchestration"].get(key, 0) for key in planned}
+    assert ours == planned
+    assert data["rollout"]["version_slots"] == found["settings"]["rollout"]["version_slots"]
+    assert data["runtime"]["instances"] == found["rollout_devices"]  # of one device each
+
+
+def test_every_value_says_where_it_is_from_and_the_command_makes_it_again(written: Path) -> None:
+    text = written.read_text(encoding="utf-8")
+    values = [line for line in text.splitlines() if "=" in line and not line.startswith("#")]
+    assert values and all(line.partition("  # ")[2] for line in values)
+    command = re.search(r"`(dora-rl plan .*?)`", text.replace("\n# ", " "))
+    assert command is not None
+    words = shlex.split(command[1])
+    assert words[2:4] == ["--model", "qwen2.5-1.5b"] and "4x2" in words and "--write" not in words
+
+
+def test_the_devices_that_it_names_are_settings_that_a_cluster_takes(written: Path) -> None:
+    text = written.read_text(encoding="utf-8")
+    overrides = re.findall(r"^#\s+--set (\S+)", text, re.M)
+    assert any(key.startswith("runtime.ray.trainer.gpus=") for key in overrides)
+    config = read_config(written, overrides)
+    assert config.runtime.kind == "ray" and config.rollout.engine == "vllm"
+
+
+def test_shared_devices_are_written_without_a_split(tmp_path: Path) -> None:
+    file = tmp_path / "my.toml"
+    assert cli.main(["plan", *ALL_ALIKE, "--write", str(file)]) == 0
+    text = file.read_text(encoding="utf-8")
+    assert tomllib.loads(text)["orchestration"]["paradigm"] == "sync"
+    assert "runtime.ray.trainer.gpus" not in text and "which training shares" in text
+    read_config(file, re.findall(r"^#\s+--set (\S+)", text, re.M))
+
+
+def test_a_file_is_not_overwritten_unless_that_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text("# mine\n", encoding="utf-8")
+    assert cli.main(["plan", *SMALL, "--write", str(file)]) == 2
+    assert f"there is a file already: `{file}`" in capsys.readouterr().err
+    assert file.read_text(encoding="utf-8") == "# mine\n"
+    assert cli.main(["plan", *SMALL, "--write", str(file), "--overwrite"]) == 0
+    assert "[orchestration]" in file.read_text(encoding="utf-8")
+    assert cli.main(["plan", *SMALL, "--overwrite"]) == 2
+    for flag in (["--out", str(file)], []):
+        assert cli.main(["plan", str(file), "--write", str(file), "--overwrite", *flag]) == 2

@@ -37,7 +37,7 @@ RUN_BY_CI = {
     "make test-docs": "make test-docs",
     "make test-smollm2": "make test-smollm2",
     "make test-vllm": "make test-vllm",
-    "make test-ray": "make test-ray",
+    "make test-ray": "make test-ray &",
     "make quickstart": "make quickstart",
     "dora-rl train": "make quickstart",
 }

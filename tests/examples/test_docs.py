@@ -16,10 +16,11 @@ from dora_rl.core.protocol.settings import Settings
 from dora_rl.engines.vllm.settings import VllmSettings
 from dora_rl.runtime.config import LogicalTime, RunConfig
 from dora_rl.runtime.control.evaluator import EvalRecord
-from dora_rl.runtime.launchers.ray.settings import RaySettings, Resources
+from dora_rl.runtime.launchers.ray.settings import RaySettings, Resources, RewardWorkers
 from dora_rl.runtime.records.step_metrics import StepRecord
 from dora_rl.tasks.rewards import BUILT_IN, CONTEXT
 from dora_rl.trainer.settings import LoraSettings
+from dora_rl.transports.kv.settings import KvTransportSettings
 from dora_rl.transports.weights.settings import WeightTransportSettings
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -70,11 +71,12 @@ def expected() -> dict[str, dict[str, str]]:
         tables[name] = {
             key: shown(entry.get_default(call_default_factory=True))
             for key, entry in model.model_fields.items()
-            if key not in ("inline", "ray", "vllm", "weights")
+            if key not in ("inline", "kv", "ray", "vllm", "weights")
         }
     for name, model in {
         "model.lora": LoraSettings,
         "runtime.inline": LogicalTime,
+        "runtime.kv": KvTransportSettings,
         "runtime.weights": WeightTransportSettings,
         "rollout.vllm": VllmSettings,
     }.items():
@@ -82,7 +84,12 @@ def expected() -> dict[str, dict[str, str]]:
     tables["runtime.ray"] = {
         key: shown(entry.default)
         for key, entry in RaySettings.model_fields.items()
-        if entry.annotation is not Resources
+        if entry.annotation not in (Resources, RewardWorkers)
+    }
+    tables["runtime.ray.rewards"] = {
+        key: shown(entry.default)
+        for key, entry in RewardWorkers.model_fields.items()
+        if key not in Resources.model_fields
     }
     return tables
 

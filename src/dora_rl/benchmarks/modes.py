@@ -19,7 +19,7 @@ from dora_rl.benchmarks.training import train_once, workplace
 from dora_rl.config import merged
 from dora_rl.core.protocol.errors import UserError
 from dora_rl.core.protocol.paradigms import PARADIGMS
-from dora_rl.core.protocol.settings import ParadigmName
+from dora_rl.core.protocol.settings import Elastic, ParadigmName
 from dora_rl.engines.registry import EngineName, most_versions
 from dora_rl.machine.processor import cores
 from dora_rl.runtime.execution import Run
@@ -59,6 +59,7 @@ class Plan:
     cores: int = field(default_factory=cores)
     engine: EngineName = EngineName.EMBEDDED
     lora: bool = False  # versions are adapters of one base
+    elastic: Elastic = Elastic.OFF  # for the paradigms that can lend devices
 
     def __post_init__(self) -> None:
         if not self.paradigms:
@@ -115,6 +116,8 @@ class Plan:
                     "install_estimate_s": 0.05,
                     "migration_estimate_s": 0.05,
                     "rebalance_period_s": 2.0,
+                    "elastic": str(self.elastic),
+                    "switch_estimate_s": 0.01,
                 },
                 "runtime": {
                     "instances": split.instances,
@@ -207,6 +210,7 @@ class Result:
             "rounds": plan.rounds,
             "engine": str(plan.engine),
             "lora_rank": LORA_RANK if plan.lora else None,
+            "elastic": str(plan.elastic),
             "cores": plan.cores,
             "groups_per_step": plan.groups_per_step,
             "group_size": plan.group_size,
@@ -241,7 +245,8 @@ class Result:
         if lengths is None:
             return ["No round was measured."]
         lines = [
-            f"{plan.engine}{', versions are adapters' if plan.lora else ''}, "
+            f"{plan.engine}{', versions are adapters' if plan.lora else ''}"
+            f"{f', elastic: {plan.elastic}' if plan.elastic is not Elastic.OFF else ''}, "
             f"{plan.groups_per_step} groups of {plan.group_size} a step, "
             f"{plan.cores} cores; lengths {lengths['mean']:.0f} mean, {lengths['max']:.0f} max; "
             f"{plan.steps - plan.warmup_steps} steps after warm-up, median of {plan.rounds} rounds",

@@ -13,6 +13,22 @@ Examples:
   dora-rl bench orchestrator --quick
 """
 
+CONTROL = """\b
+The driver is the real one, with its messages, core, journal, ledger and timeline. Its workers
+are one process that computes nothing and says what so many instances of a large model would: a
+report of all running lengths each --report-period, prefixes each --save-period, finished
+trajectories at 30 tokens a second, answers to every install and move. A batch is an eighth of
+what is in flight. Rewards take 0.5 s and no processor; responses have 8 tokens on the disk, so
+that reading and decoding long ones is not measured, nor what Ray takes for its own calls. The
+first train step is warm-up.
+
+\b
+Examples:
+  dora-rl bench control
+  dora-rl bench control --instances 1000 --json
+  dora-rl bench control --quick
+"""
+
 ENGINE = """\b
 Each contestant is a process that loads once; they are asked in turn, so that the noise of the
 machine hits all, and one computes at a time. Same prompts and lengths for all, temperature 1,
@@ -115,7 +131,8 @@ The sender and every receiver are processes of this machine; all receivers ask a
 random, in bfloat16; --changed of them move to the next number with every version, as at a learning
 rate of 1e-6. Publish is the write into the store and, with +delta, the comparison with the version
 before. Receive is until the last receiver has mapped the version and compared it with its digests.
-The default needs 11 GB of disk, and takes long on two cores.
+With object_store, an actor of a Ray cluster of this machine is beside each of them. The default
+needs 11 GB of disk and 3 GB of memory, and takes long on two cores.
 
 \b
 Examples:

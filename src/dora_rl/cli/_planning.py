@@ -1,13 +1,15 @@
 """A plan as text and as JSON."""
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import tomli_w
 
 from dora_rl.cli._comparison import WIDTH
 from dora_rl.cli._interrupts import INCOMPLETE
-from dora_rl.simulator.planning import Plan, Problem
+from dora_rl.runtime.prepare.planned_config import Recommendation
+from dora_rl.simulator.planning import Plan, Problem, Question
 from dora_rl.simulator.planning.reasons import devices
 from dora_rl.simulator.planning.search import Trial
 
@@ -42,6 +44,33 @@ def to_json(name: str, problem: Problem, plan: Plan) -> dict[str, Any]:
         about["problem"]["lora_rank"] = scenario.model.lora_rank
         about["problem"]["adapter_parameters"] = scenario.model.adapter_parameters
     return about | plan.to_json()
+
+
+def recommendation(
+    command: str, question: Question, problem: Problem, plan: Plan
+) -> Recommendation:
+    """The plan as a run can have it; `command` is the command line."""
+    best, scenario = plan.best, problem.scenario
+    model = question.model
+    known = model is not None and ("/" in model or Path(model).is_dir()) and ".toml" not in model
+    return Recommendation(
+        command=command,
+        model=model if known else None,
+        paradigm=best.paradigm,
+        groups_per_step=scenario.orchestration.groups_per_step,
+        group_size=scenario.orchestration.group_size,
+        max_staleness=best.candidate.max_staleness,
+        pipeline_depth=best.pipeline_depth,
+        slots=scenario.rollout.slots,
+        version_slots=best.candidate.version_slots,
+        max_tokens=int(scenario.workload.response_tokens.upper),
+        instances=best.rollout_instances,
+        devices_per_instance=scenario.cluster.devices_per_instance,
+        train_devices=best.train_devices,
+        lora_rank=scenario.model.lora_rank,
+        gain=plan.gain(best) if plan.pays else None,
+        notes=plan.notes,
+    )
 
 
 def print_plan(name: str, problem: Problem, plan: Plan) -> None:

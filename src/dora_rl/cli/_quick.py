@@ -17,6 +17,7 @@ _OF_AN_ENGINE = {"model": "tiny", "repeats": 2, "phase_seconds": 10.0}
 
 QUICK: Mapping[str, Mapping[str, Any]] = {
     "orchestrator": {"instances": "64,512,2048", "events": 40_000},
+    "control": {"instances": 200, "tokens": 2000, "save_period": 20.0, "seconds": 30.0},
     "engine": {"batches": "1,8,32", **_OF_AN_ENGINE},
     "migration": {"tokens": "250,1000", **_OF_AN_ENGINE},
     "versions": {"batch": 16, "new_tokens": 16, **_OF_AN_ENGINE},

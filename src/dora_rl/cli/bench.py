@@ -46,6 +46,41 @@ def orchestrator(instances: tuple[int, ...], events: int) -> benching.Measuremen
     return benching.Measurement(partial(measure, check_sizes(instances), events))
 
 
+@command.command(epilog=about.CONTROL)
+@click.option(
+    "--instances", type=int, default=1000, show_default=True, help="Instances of the fleet."
+)
+@click.option(
+    "--slots", type=int, default=64, show_default=True, help="Trajectories at once on each."
+)
+@click.option(
+    "--tokens", type=int, default=12_000, show_default=True, help="Mean length of a response."
+)
+@click.option(
+    "--report-period",
+    type=float,
+    default=10.0,
+    show_default=True,
+    help="Seconds between two reports of an instance: runtime.report_period_s.",
+)
+@click.option(
+    "--save-period",
+    type=float,
+    default=60.0,
+    show_default=True,
+    help="Seconds between two times that it saves what its trajectories have: run.save_every_s.",
+)
+@click.option(
+    "--seconds", type=float, default=110.0, show_default=True, help="Time to measure, once warm."
+)
+@benching.measured
+def control(**options: Any) -> benching.Measurement:
+    """What a large fleet costs the driver: share of a core, latency of decisions, memory."""
+    from dora_rl.benchmarks.control import Plan, measure
+
+    return benching.Measurement(partial(measure, Plan(**options)))
+
+
 @command.command(epilog=about.ENGINE)
 @click.option(
     "--against",
@@ -195,13 +230,22 @@ def trl(**options: Any) -> benching.Measurement:
 )
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--lora", is_flag=True, default=False, help="Versions are LoRA adapters of one base.")
+@click.option(
+    "--elastic",
+    type=click.Choice(["off", "rollout", "both"]),
+    default="off",
+    show_default=True,
+    help="Which role may borrow the other's cores, in the paradigms that can lend them.",
+)
 @benching.engine
 @benching.measured
-def modes(groups: int, **options: Any) -> benching.Measurement:
+def modes(groups: int, elastic: str, **options: Any) -> benching.Measurement:
     """The five paradigms as real training: throughput, rollout-only time, bubbles, staleness."""
     from dora_rl.benchmarks.modes import Plan, measure
+    from dora_rl.core.protocol.settings import Elastic
 
-    return benching.Measurement(partial(measure, Plan(groups_per_step=groups, **options)))
+    plan = Plan(groups_per_step=groups, elastic=Elastic(elastic), **options)
+    return benching.Measurement(partial(measure, plan))
 
 
 @command.command(epilog=about.RESUME)
@@ -242,10 +286,9 @@ def durability(**options: Any) -> benching.Measurement:
 @click.option(
     "--transports",
     callback=benching.names,
-    default="directory,directory+delta,process_group,process_group+delta",
-    show_default=True,
+    default="",
     metavar="NAME,…",
-    help="Transports to measure.",
+    help="Transports to measure; else all, those by object_store where Ray is installed.",
 )
 @click.option(
     "--parameters",

@@ -50,6 +50,7 @@ Examples:
   dora-rl plan --model qwen3-8b --devices 16 --batch 128x8 --mean-length 4K --max-length 32k --json
   dora-rl plan default --set model.lora_rank=16
   dora-rl plan my.toml --budget 300 --out planned.toml   (then: dora-rl simulate planned.toml)
+  dora-rl plan --model qwen3-8b --devices 16 --batch 64x8 --write my.toml   (and dora-rl check it)
 """
 
 
@@ -132,6 +133,13 @@ _DEVICES = Count(min=1, max=10_000_000)
     metavar="FILE",
     help="Write the planned scenario as TOML; replaces FILE.",
 )
+@click.option(
+    "--write",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write the recommendation as a configuration for dora-rl train.",
+)
+@click.option("--overwrite", is_flag=True, help="Let --write replace a file.")
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -141,6 +149,8 @@ def command(
     budget: float,
     as_json: bool,
     out: Path | None,
+    write: Path | None,
+    overwrite: bool,
     **said: Any,
 ) -> None:
     """Find the split, staleness bound and depth that serve a cluster best."""
@@ -152,7 +162,8 @@ def command(
     question = Question(overrides=overrides, **said)
     problem = pose(question)
     if out is not None:
-        check_output(out, not_these=(question.scenario,))
+        check_output(out, not_these=(question.scenario, write))
+    _check_write(write, overwrite, question)
     plan = _search(problem, max_staleness_limit, budget)
     name = _name(question)
     if as_json:
@@ -162,8 +173,48 @@ def command(
     if out is not None and plan.decided:
         out.write_text(dump_toml(plan.scenario()), encoding="utf-8")
         click.echo(f"written: {out}; dora-rl simulate {out} runs it at full size", err=True)
+    if write is not None and plan.decided:
+        from dora_rl.cli._planning import recommendation
+        from dora_rl.runtime.prepare.planned_config import planned_config
+
+        found = recommendation(_typed(ctx), question, problem, plan)
+        write.write_text(planned_config(found), encoding="utf-8")
+        click.echo(f"written: {write}; dora-rl check {write} tries it", err=True)
     if plan.cut == "interrupted":
         ctx.exit(130)
+
+
+def _check_write(write: Path | None, overwrite: bool, question: Question) -> None:
+    from dora_rl.cli._output import check_output
+    from dora_rl.core.protocol.errors import UserError
+
+    if write is None:
+        if overwrite:
+            raise UserError("--overwrite is for --write. Name the file to write.")
+        return
+    check_output(write, not_these=(question.scenario,))
+    if write.exists() and not overwrite:
+        raise UserError(f"there is a file already: `{write}`. Name another, or give --overwrite.")
+
+
+def _typed(ctx: click.Context) -> str:
+    """The command line, for the file that it wrote."""
+    import shlex
+
+    words = ["dora-rl", "plan"]
+    for parameter in ctx.command.params:
+        value, name = ctx.params.get(parameter.name or ""), parameter.opts[-1]
+        if value in (None, False, ()) or parameter.name in ("write", "overwrite", "as_json", "out"):
+            continue
+        if value == parameter.get_default(ctx):
+            continue
+        values = value if parameter.multiple else (value,)
+        if parameter.name == "batch":
+            values = ("x".join(map(str, value)),)
+        for one in values:
+            shown = f"{one:g}" if isinstance(one, float) else str(one)
+            words += [shown] if isinstance(parameter, click.Argument) else [name, shown]
+    return shlex.join(words)
 
 
 def _name(question: Question) -> str:
