@@ -94,11 +94,11 @@ test-smollm2: $(STAMP) ## run the tests that need SmolLM2-135M, which is fetched
 # warn of is not ours to mend.
 test-vllm: $(STAMP) $(STAMP_VLLM) ## run the tests that need vLLM, in an environment of its own
 	PYTHONPATH=src OMP_NUM_THREADS=1 $(VENV_VLLM)/bin/python -m pytest $(TWO) -o filterwarnings=default -m vllm tests/engines/vllm
-	$(BIN)/python -m pytest $(TWO) -m vllm tests/runtime/test_vllm.py tests/runtime/test_vllm_faults.py tests/benchmarks/test_migration.py
+	$(BIN)/python -m pytest $(TWO) -m vllm tests/runtime/test_vllm.py tests/runtime/test_vllm_faults.py tests/runtime/ray/test_vllm.py tests/benchmarks/test_migration.py
 
 # One process: clusters of several nodes share the machine with the runs on them.
 test-ray: $(STAMP) ## run the tests of runs on Ray, with clusters of several nodes on this machine
-	$(BIN)/python -m pytest -m ray tests/runtime
+	$(BIN)/python -m pytest -m "ray and not vllm" tests/runtime tests/cli/test_chaos.py
 
 # A machine without a GPU tests nothing here, which must not look like success.
 test-gpu: $(STAMP) ## run the tests that need a GPU; without one, say so and fail
