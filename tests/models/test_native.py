@@ -1,6 +1,5 @@
 """The native kernels: right for every shape and number of threads; compiled where it is safe."""
 
-import ctypes
 import os
 import signal
 import stat
@@ -14,7 +13,6 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from torch import Tensor
 
 from dora_rl.core.protocol.errors import SettingsError
 from dora_rl.engines.base import Request, Sampled, Sampling
@@ -22,29 +20,10 @@ from dora_rl.engines.embedded import EmbeddedEngine, EngineSettings
 from dora_rl.machine.fast_paths import PORTABLE, Unavailable
 from dora_rl.models.linear import Layout
 from dora_rl.models.native import library as native
-from dora_rl.models.native.products import native_kernels, pack, padded
-from dora_rl.models.native.structures import LoneProduct, Matrix
+from dora_rl.models.native.products import PackedProduct, native_kernels
 from dora_rl.transports.weights.shared_directory import WeightStore
 from tests.engines.random_versions import AdapterModels, Models
 from tests.models.kernels import needs_kernels
-
-
-def multiplied(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, threads: int) -> Tensor:
-    """The product as the kernels compute it, the columns that fill up the last panel included."""
-    rows, outputs = len(x_RI), padded(len(weight_OI))
-    panels, out_RO = pack(weight_OI), torch.full((rows, outputs), torch.nan)
-    matrix = Matrix(
-        panels.data_ptr(),
-        None if bias_O is None else bias_O.data_ptr(),
-        *(weight_OI.shape[1], weight_OI.shape[0]),
-        int(weight_OI.dtype == torch.bfloat16),
-    )
-    lone = LoneProduct(
-        *(ctypes.pointer(matrix), x_RI.data_ptr(), x_RI.shape[1], rows),
-        *(out_RO.data_ptr(), outputs),
-    )
-    assert native.library().dora_product(ctypes.byref(lone), threads) == 0
-    return out_RO
 
 
 @needs_kernels
@@ -53,33 +32,38 @@ def multiplied(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, threads: 
     inputs=st.integers(1, 80),
     outputs=st.integers(1, 300),
     bf16=st.booleans(),
+    dots=st.booleans(),
     biased=st.booleans(),
     threads=st.integers(1, 3),
 )
-@example(rows=1, inputs=64, outputs=257, bf16=True, biased=True, threads=2)
-@example(rows=13, inputs=1, outputs=1, bf16=False, biased=False, threads=1)
+@example(rows=1, inputs=64, outputs=257, bf16=True, dots=False, biased=True, threads=2)
+@example(rows=13, inputs=1, outputs=1, bf16=False, dots=False, biased=False, threads=1)
+@example(rows=2, inputs=33, outputs=1, bf16=True, dots=True, biased=False, threads=1)
 def test_a_product_is_the_one_of_torch(
-    rows: int, inputs: int, outputs: int, bf16: bool, biased: bool, threads: int
+    rows: int, inputs: int, outputs: int, bf16: bool, dots: bool, biased: bool, threads: int
 ) -> None:
     noise = torch.Generator().manual_seed(rows + 100 * inputs + 10_000 * outputs)
     x_RI = torch.randn(rows, inputs, generator=noise)
     weight_OI = torch.randn(outputs, inputs, generator=noise)
     weight_OI = weight_OI.bfloat16() if bf16 else weight_OI
     bias_O = torch.randn(outputs, generator=noise) if biased else None
-    out_RO = multiplied(x_RI, weight_OI, bias_O, threads)
-    expected = torch.nn.functional.linear(x_RI.double(), weight_OI.double(), None)
+    product = PackedProduct(weight_OI, bias_O, dots=dots)
+    out_RO = product(x_RI, threads)
+    entered_RI = x_RI.bfloat16() if bf16 and dots else x_RI
+    expected = torch.nn.functional.linear(entered_RI.double(), weight_OI.double(), None)
     expected = expected if bias_O is None else expected + bias_O
     torch.testing.assert_close(out_RO[:, :outputs].double(), expected, rtol=1e-5, atol=1e-5)
     assert not out_RO[:, outputs:].any()  # the zeros of the last panel
-    alone = torch.cat([multiplied(x_RI[r : r + 1], weight_OI, bias_O, 1) for r in range(rows)])
+    alone = torch.cat([product(x_RI[r : r + 1]) for r in range(rows)])
     assert torch.equal(out_RO, alone)
 
 
 @needs_kernels
-def test_nan_stays_in_its_row() -> None:
-    x_RI, weight_OI = torch.ones(3, 20), torch.ones(40, 20)
+@pytest.mark.parametrize("dots", [False, True])
+def test_nan_stays_in_its_row(dots: bool) -> None:
+    x_RI, weight_OI = torch.ones(3, 20), torch.ones(40, 20).bfloat16()
     x_RI[1, 7] = torch.nan
-    out_RO = multiplied(x_RI, weight_OI, None, 2)
+    out_RO = PackedProduct(weight_OI, dots=dots)(x_RI, 2)
     assert out_RO[1, :40].isnan().all()
     assert torch.equal(out_RO[::2, :40], torch.full((2, 40), 20.0))
 
@@ -148,12 +132,13 @@ def test_a_version_that_was_evicted_is_gone(kind: type[Models], tmp_path: Path) 
 def test_a_child_of_fork_has_threads_of_its_own() -> None:
     """Its parent's are not there, nor is whoever held the pool's lock."""
     x_RI, weight_OI = torch.ones(64, 512), torch.ones(4096, 512)
-    before = multiplied(x_RI, weight_OI, None, 2)
+    product = PackedProduct(weight_OI)
+    before = product(x_RI, 2)
     done = threading.Event()
 
     def multiply() -> None:
         while not done.is_set():
-            multiplied(x_RI, weight_OI, None, 2)
+            product(x_RI, 2)
 
     busy = threading.Thread(target=multiply)
     busy.start()
@@ -163,7 +148,7 @@ def test_a_child_of_fork_has_threads_of_its_own() -> None:
             child = os.fork()
             if not child:
                 signal.alarm(60)  # rather than for ever
-                os._exit(not torch.equal(multiplied(x_RI, weight_OI, None, 2), before))
+                os._exit(not torch.equal(product(x_RI, 2), before))
             children.append(child)
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     finally:

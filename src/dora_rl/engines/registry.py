@@ -35,6 +35,7 @@ class EngineOptions:
     prefill_chunk: int
     deterministic: bool
     native_kernels: bool | None = None
+    bf16_products: bool = True
     device: str = "auto"
     lora_rank: int | None = None
     """Versions are LoRA adapters of this rank, of the weights in `model`."""

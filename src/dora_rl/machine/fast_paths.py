@@ -71,6 +71,12 @@ FAST_PATHS = {
         tried_by="models.native.products:native_kernels",
         fix="a C compiler: cc, gcc or clang, or the one that CC names",
     ),
+    "bf16-dots": FastPath(
+        gives="those kernels multiply bf16 weights by the processor's instructions for bf16",
+        otherwise="they widen the weights and multiply in fp32",
+        tried_by="models.native.products:bf16_dots",
+        fix="a processor with avx512_bf16, and a C compiler",
+    ),
     "amx": FastPath(
         gives="bf16 products by the processor's matrix unit",
         otherwise="products by vector instructions",

@@ -48,13 +48,18 @@ class Linear(Protocol):
 
 
 class Mapped:
-    """The weights as they lie in the file, several side by side (q, k and v, say)."""
+    """The weights as they lie in the file, several side by side (q, k and v, say).
 
-    def __init__(self, weights_OI: Sequence[Tensor], biases_O: Sequence[Tensor] | None) -> None:
+    Those in bf16 are multiplied as they are with at most `narrow_rows`, else converted.
+    """
+
+    def __init__(
+        self, weights_OI: Sequence[Tensor], biases_O: Sequence[Tensor] | None, narrow_rows: int
+    ) -> None:
         self._weights = list(weights_OI)
         self._biases = list(biases_O) if biases_O else [None] * len(self._weights)
         bf16 = self._weights[0].dtype == torch.bfloat16
-        self._rows_as_they_are = bf16_products().value if bf16 else _ANY_ROWS
+        self._rows_as_they_are = narrow_rows if bf16 else _ANY_ROWS
 
     def __call__(self, x_RI: Tensor) -> Tensor:
         pairs = zip(self._weights, self._biases, strict=True)
@@ -121,10 +126,13 @@ def make_linear(
     *,
     narrow_rows: int = 0,
 ) -> Linear:
-    """The weights (joined along their outputs) in the form that `layout` names."""
+    """The weights (joined along their outputs) in the form that `layout` names.
+
+    With at most `narrow_rows`, those in bf16 may be multiplied in bf16.
+    """
     match layout:
         case Layout.MAPPED:
-            return Mapped(weights_OI, biases_O)
+            return Mapped(weights_OI, biases_O, narrow_rows)
         case Layout.PACKED:
             bf16 = weights_OI[0].dtype == torch.bfloat16
             return Packed(weights_OI, biases_O, narrow_rows if bf16 else 0)

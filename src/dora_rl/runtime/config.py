@@ -84,6 +84,11 @@ class RolloutSettings(ConfigModel):
         description="passes of the embedded engine by kernels compiled on this machine; else where "
         "they are faster or, if it is deterministic, where there is a C compiler",
     )
+    bf16_products: bool = Field(
+        default=True,
+        description="the embedded engine may round what enters a product of bf16 weights to bf16, "
+        "where that is faster and it is not deterministic; else products are in float32",
+    )
     max_tokens: int = Field(default=256, ge=1, description="of a response, all turns together")
     temperature: float = Field(
         default=1.0, gt=0, description="of sampling; the trainer divides its logits by it too"

@@ -22,7 +22,7 @@ from dora_rl.models.linear import Layout, Tiled, make_linear
 from tests.engines.driving import OLD, ask
 from tests.engines.embedded.harness import EmbeddedHarness
 from tests.engines.random_versions import Models
-from tests.models.kernels import needs_kernels
+from tests.models.kernels import dots_everywhere, needs_kernels
 
 
 class Shape(NamedTuple):
@@ -34,7 +34,7 @@ class Shape(NamedTuple):
     intermediate: int
     block_tokens: int
 
-    def models(self, root: Path) -> Models:
+    def models(self, root: Path, **overrides: Any) -> Models:
         heads = self.kv_heads * self.queries
         return Models(
             root,
@@ -45,6 +45,7 @@ class Shape(NamedTuple):
             hidden_size=heads * self.hidden,
             intermediate_size=self.intermediate,
             num_hidden_layers=1,
+            **overrides,
         )
 
 
@@ -66,10 +67,9 @@ def generate(models: Models, shape: Shape, **settings: Any) -> Bits:
     engine = EmbeddedEngine(
         models.config,
         EngineSettings(
-            deterministic=True,
             block_tokens=shape.block_tokens,
             kv_budget_tokens=1024,
-            **settings,
+            **{"deterministic": True, **settings},
         ),
         models.tokenizer,
     )
@@ -121,6 +121,21 @@ def test_so_are_those_of_the_native_kernels(shape: Shape, kv_dtype: str) -> None
         for block_tokens in {1, 5, 16, 32} - {shape.block_tokens}:
             other = shape._replace(block_tokens=block_tokens)
             assert generate(models, other, slots=5, **fixed) == alone
+
+
+@needs_kernels
+@hypothesis_settings(max_examples=15)
+@given(shapes)
+@example(Shape("qwen3", 3, 3, 32, 12, 61, 32))
+def test_and_those_of_their_products_in_bf16(shape: Shape) -> None:
+    with tempfile.TemporaryDirectory() as root, dots_everywhere():
+        models = shape.models(Path(root), dtype="bfloat16")
+        fixed: dict[str, Any] = {"native_kernels": True, "deterministic": False}
+        alone = generate(models, shape, slots=1, **fixed)
+        assert generate(models, shape, slots=5, **fixed) == alone
+        with threads(3):
+            assert generate(models, shape, slots=1, prefill_chunk=1, **fixed) == alone
+        assert generate(models, shape, slots=1, bf16_products=False, **fixed) != alone
 
 
 @contextmanager

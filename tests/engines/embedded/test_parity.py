@@ -14,7 +14,7 @@ from dora_rl.engines.embedded import EmbeddedEngine, EngineSettings
 from dora_rl.models.linear import Layout
 from dora_rl.models.packaged import find
 from dora_rl.transports.weights.shared_directory import WeightStore
-from tests.models.kernels import needs_kernels
+from tests.models.kernels import dots_everywhere, needs_kernels
 from tests.models.random_models import model_shapes, random_model
 
 FP32 = 1e-4
@@ -166,8 +166,7 @@ def test_after_parking_for_room(small: Checked) -> None:
         assert small.worst(PROMPT, tokens[i], raw[i]) < FP32
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize(
+FORMS = pytest.mark.parametrize(
     "form",
     [
         {"layout": Layout.PACKED},
@@ -176,6 +175,27 @@ def test_after_parking_for_room(small: Checked) -> None:
     ],
     ids=["packed", "mapped", "native"],
 )
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@FORMS
+def test_bf16_weights_without_bf16_products_are_multiplied_in_fp32(
+    family: str, form: dict[str, Any], tmp_path: Path
+) -> None:
+    model = random_model(family, seed=3, dtype="bfloat16")
+    with dots_everywhere():
+        checked = Checked(model, tmp_path, bf16_products=False, **form)
+    tokens: dict[int, list[int]] = {0: [], 1: []}
+    for i in tokens:
+        checked.engine.submit(Request(i, 0, PROMPT[: 5 + i], sampling(), seed=2))
+    checked.model = random_model(family, seed=3)  # whose rope was never rounded
+    checked.model.load_state_dict(model.state_dict())
+    for i, raw in checked.run(checked.engine, tokens).items():
+        assert checked.worst(PROMPT[: 5 + i], tokens[i], raw) < FP32
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@FORMS
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
 def test_bf16_is_as_close_as_bf16_allows(
     family: str, form: dict[str, Any], kv_dtype: str, tmp_path: Path
@@ -186,7 +206,8 @@ def test_bf16_is_as_close_as_bf16_allows(
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(0.5)
-    checked = Checked(model, tmp_path, kv_dtype=kv_dtype, **form)
+    with dots_everywhere():
+        checked = Checked(model, tmp_path, kv_dtype=kv_dtype, **form)
     tokens: dict[int, list[int]] = {i: [] for i in range(6)}
     for i in tokens:
         checked.engine.submit(Request(i, 0, PROMPT[: 5 + i], sampling(), seed=2))

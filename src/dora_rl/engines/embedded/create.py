@@ -14,5 +14,6 @@ def create(options: EngineOptions) -> EmbeddedEngine:
         prefill_chunk=options.prefill_chunk,
         deterministic=options.deterministic,
         native_kernels=options.native_kernels,
+        bf16_products=options.bf16_products,
     )
     return EmbeddedEngine.for_model(options.model, settings, lora=options.lora_rank is not None)

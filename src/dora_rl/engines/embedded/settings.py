@@ -8,7 +8,7 @@ from dora_rl.machine import cgroups
 from dora_rl.models.config import ModelConfig
 from dora_rl.models.linear import Layout
 from dora_rl.models.native.library import why_unavailable
-from dora_rl.models.native.products import native_kernels
+from dora_rl.models.native.products import bf16_dots, native_kernels
 
 _OF_TORCH = (Layout.MAPPED, Layout.PACKED, Layout.TILED)
 _SHARE_OF_MEMORY = 0.25  # that copies of the weights may take
@@ -29,6 +29,9 @@ class EngineSettings:
     # By the kernels of `models.native`. None: where they are faster, and not in the deterministic
     # mode, which must not depend on what a trial finds.
     native_kernels: bool | None = None
+    # Where it is faster, what enters a product of bf16 weights is rounded to bf16. Never in the
+    # deterministic mode.
+    bf16_products: bool = True
 
     def __post_init__(self) -> None:
         for name in ("slots", "version_slots", "block_tokens", "prefill_chunk"):
@@ -66,6 +69,10 @@ class EngineSettings:
             dtype=self.kv_dtype,
             block_tokens=self.block_tokens,
         )
+
+    def bf16_dots(self) -> bool:
+        """Whether the kernels multiply bf16 weights by the processor's instructions for bf16."""
+        return self.bf16_products and not self.deterministic and bf16_dots().in_force
 
     def layout_for(self, weights_bytes: int, copies: int) -> Layout:
         """The form of the weights, for so many sets of them of this size."""

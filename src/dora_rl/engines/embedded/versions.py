@@ -24,6 +24,7 @@ from dora_rl.models.adapters import AdapterWeights, build_adapter
 from dora_rl.models.config import ModelConfig
 from dora_rl.models.decoder import Decoder, RowSpan, build
 from dora_rl.models.linear import Layout, onednn_order
+from dora_rl.models.linear import bf16_products as mapped_bf16_products
 from dora_rl.models.native.passes import RowWeights
 from dora_rl.models.native.weights import NativeAdapter, NativeDecoder
 from dora_rl.models.stacking import stack, stacked_steps
@@ -97,10 +98,12 @@ class FullVersions:
             self._layout = self._settings.layout_for(nbytes, self._settings.version_slots)
         layout = self._layout
         if self.native:
-            self._natives[version] = NativeDecoder(self._config, weights.tensors)
+            dots = self._settings.bf16_dots()
+            self._natives[version] = NativeDecoder(self._config, weights.tensors, dots=dots)
             return
         try:
-            decoder = build_decoder(self._config, weights.tensors, layout)
+            bf16 = self._settings.bf16_products
+            decoder = build_decoder(self._config, weights.tensors, layout, bf16_products=bf16)
             if self._settings.deterministic and not self._tried:  # the others have its shapes
                 check_exact(decoder, self._settings.block_tokens)
                 self._tried = True
@@ -147,9 +150,10 @@ class AdapterVersions:
         self._layout = settings.layout_for(sum(tensor.nbytes for tensor in base.values()), 1)
         self.native = self._layout is Layout.NATIVE
         if self.native:
-            self._native_base = NativeDecoder(config, base)
+            self._native_base = NativeDecoder(config, base, dots=settings.bf16_dots())
         else:
-            self._base = build_decoder(config, base, self._layout)
+            bf16 = settings.bf16_products
+            self._base = build_decoder(config, base, self._layout, bf16_products=bf16)
         self._block_tokens = settings.block_tokens
         self._tried = not settings.deterministic
         self._adapters: dict[Version, AdapterWeights] = {}
@@ -230,13 +234,19 @@ def _with(base: Decoder, adapter: AdapterWeights) -> Decoder:
 
 
 def build_decoder(
-    config: ModelConfig, tensors: Mapping[str, torch.Tensor], layout: Layout
+    config: ModelConfig,
+    tensors: Mapping[str, torch.Tensor],
+    layout: Layout,
+    *,
+    bf16_products: bool,
 ) -> Decoder:
     """Weights in the form that serves best here."""
     in_bf16 = any(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
-    narrow = 0
-    if in_bf16 and layout is Layout.PACKED:  # rows up to which they are multiplied as they are
+    narrow = 0  # rows up to which they are multiplied as they are
+    if in_bf16 and bf16_products and layout is Layout.PACKED:
         narrow = onednn_order(config.hidden_size, 2 * config.intermediate_size).value
+    elif in_bf16 and bf16_products and layout is Layout.MAPPED:
+        narrow = mapped_bf16_products().value
     return build(config, tensors, layout, narrow_rows=narrow)
 
 

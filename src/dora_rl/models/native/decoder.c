@@ -1,7 +1,8 @@
 /* One pass of a decoder over rows of several versions: Llama, Qwen2, Qwen3.
  *
  * A row is one token of one sequence. Arithmetic is fp32; weights and KV may be stored in bf16 and are widened on
- * their way into a register, which is exact. A row's numbers depend on nothing but the row, whichever rows stand
+ * their way into a register, which is exact. Where it is asked for, products of weights are sums of bf16 products:
+ * what enters those is rounded to bf16, the sums are fp32. A row's numbers depend on nothing but the row, whichever rows stand
  * beside it, whichever thread takes it and however many there are.
  *
  * R rows, I inputs and O outputs of a product, K key/value heads, D head width, T tokens of a block. Keys of a block
@@ -59,6 +60,7 @@ typedef struct {
 
 typedef struct {
     int64_t rows, num_spans, num_adapters, num_tiles;
+    int64_t dots; /* whether products of weights are of DOTS */
     int64_t rank; /* outputs of the widest `lower` of any adapter */
     const Span *spans;
     const AdapterSpan *adapters;
@@ -126,6 +128,7 @@ static float exponentials(float *scores, int64_t count) {
 
 typedef struct { /* buffers of rows, each with its stride */
     float *x, *normed, *heads, *attended, *inner;
+    uint16_t *narrow_normed, *narrow_attended, *narrow_inner; /* for products of DOTS, else NULL */
     float *low, *low_of_up; /* x @ lower, of an adapter's product; of its gate and up at once */
     int64_t x_stride, heads_stride, attended_stride, inner_stride, low_stride;
     float *scratch; /* of each thread: scores, then a panel for each row */
@@ -160,6 +163,12 @@ static int64_t lay_out(const Shape *s, const Batch *b, int64_t threads, float *a
     TAKE(low_of_up, b->rows * f->low_stride);
     TAKE(scratch, threads * f->scratch_size);
 #undef TAKE
+#define TAKE_NARROW(name, stride)                                                                        \
+    f->narrow_##name = b->dots ? (uint16_t *)(at + used) : NULL, used += b->dots ? b->rows * (stride) / 2 : 0
+    TAKE_NARROW(normed, f->x_stride);
+    TAKE_NARROW(attended, f->attended_stride);
+    TAKE_NARROW(inner, f->inner_stride);
+#undef TAKE_NARROW
     return used;
 }
 
@@ -193,18 +202,19 @@ static void normalise_rows(const Pass *pass, Phase *phase, int64_t layer, enum N
     const Buffers *f = &pass->buffers;
     EACH(row, b->rows, 4) {
         const Weights *w = weights_of(b, row);
+        float *normed = f->normed + row * f->x_stride;
         const float *norm = which == LAST_NORM  ? w->norm
                             : which == MLP_NORM ? w->layers[layer].mlp_norm
                                                 : w->layers[layer].attention_norm;
-        normalise(f->x + row * f->x_stride, norm, pass->shape->hidden, pass->shape->eps,
-                  f->normed + row * f->x_stride);
+        normalise(f->x + row * f->x_stride, norm, pass->shape->hidden, pass->shape->eps, normed);
+        if (b->dots) narrow(normed, pass->shape->hidden, f->narrow_normed + row * f->x_stride);
     }
     wait_for(phase, b->rows);
 }
 
 /* The first half of what adapters add: low = x @ lower, TILE_ROWS rows of an adapter at a time. */
-static void lower_rows(const Pass *pass, Phase *phase, int64_t layer, enum Product which, const float *x,
-                       int64_t x_stride, float *low) {
+static void lower_rows(const Pass *pass, Phase *phase, int64_t layer, enum Product which, Inputs x,
+                       float *low) {
     const Batch *b = pass->batch;
     const Buffers *f = &pass->buffers;
     EACH(tile, b->num_tiles, 1) {
@@ -212,8 +222,7 @@ static void lower_rows(const Pass *pass, Phase *phase, int64_t layer, enum Produ
         const Matrix *m = &span->deltas[layer * PRODUCTS + which].lower;
         if (!m->panels) continue;
         const int64_t row = b->tiles[tile].start, rows = b->tiles[tile].stop - row;
-        product(m, x + row * x_stride, x_stride, rows, 0, panels_of(m), 0, low + row * f->low_stride,
-                f->low_stride);
+        product(m, from_row(x, row), rows, 0, panels_of(m), 0, low + row * f->low_stride, f->low_stride);
     }
     wait_for(phase, b->num_tiles);
 }
@@ -227,9 +236,10 @@ static void add_upper(const Pass *pass, int64_t layer, enum Product which, const
         const Matrix *m = &span->deltas[layer * PRODUCTS + which].upper;
         const int64_t from = span->start > start ? span->start : start;
         const int64_t to = span->stop < stop ? span->stop : stop;
-        if (m->panels && from < to)
-            product(m, low + from * low_stride, low_stride, to - from, panel, count, 1,
-                    out + (from - start) * out_stride, out_stride);
+        if (m->panels && from < to) {
+            const Inputs x = {low + from * low_stride, NULL, low_stride};
+            product(m, x, to - from, panel, count, 1, out + (from - start) * out_stride, out_stride);
+        }
     }
 }
 
@@ -238,8 +248,8 @@ INLINE const Matrix *matrix_of(const Weights *w, int64_t layer, enum Product whi
 }
 
 /* out (+)= x @ weights, and what adapters add, for all spans: an item is a panel of a span. */
-static void product_rows(const Pass *pass, Phase *phase, int64_t layer, enum Product which, const float *x,
-                         int64_t x_stride, int add, float *out, int64_t out_stride) {
+static void product_rows(const Pass *pass, Phase *phase, int64_t layer, enum Product which, Inputs x,
+                         int add, float *out, int64_t out_stride) {
     const Batch *b = pass->batch;
     const int64_t panels = panels_of(matrix_of(b->spans->weights, layer, which));
     const int64_t items = panels * b->num_spans;
@@ -253,8 +263,8 @@ static void product_rows(const Pass *pass, Phase *phase, int64_t layer, enum Pro
             const int64_t panel = item % panels, rows = span->stop - span->start;
             const int64_t count = stop - item < panels - panel ? stop - item : panels - panel;
             float *to = out + span->start * out_stride;
-            product(matrix_of(span->weights, layer, which), x + span->start * x_stride, x_stride, rows, panel,
-                    count, add, to, out_stride);
+            product(matrix_of(span->weights, layer, which), from_row(x, span->start), rows, panel, count, add,
+                    to, out_stride);
             if (which != HEAD)
                 add_upper(pass, layer, which, pass->buffers.low, span->start, span->stop, panel, count, to,
                           out_stride);
@@ -266,21 +276,25 @@ static void product_rows(const Pass *pass, Phase *phase, int64_t layer, enum Pro
 }
 
 /* inner = silu(x @ gate) * (x @ up): an item is a panel of both. */
-static void gate_rows(const Pass *pass, Phase *phase, int64_t layer, float *up) {
+static void gate_rows(const Pass *pass, Phase *phase, int64_t layer, Inputs normed, float *up) {
     const Batch *b = pass->batch;
     const Buffers *f = &pass->buffers;
     const int64_t panels = panels_of(matrix_of(b->spans->weights, layer, GATE));
     EACH(item, panels * b->num_spans, 1) {
         const Span *span = b->spans + item / panels;
         const int64_t panel = item % panels, rows = span->stop - span->start;
-        const float *x = f->normed + span->start * f->x_stride;
+        const Inputs x = from_row(normed, span->start);
         float *gate = f->inner + span->start * f->inner_stride;
         float *up_out = up - panel * PANEL; /* `up` has this panel alone, for each row */
-        product(matrix_of(span->weights, layer, GATE), x, f->x_stride, rows, panel, 1, 0, gate, f->inner_stride);
+        product(matrix_of(span->weights, layer, GATE), x, rows, panel, 1, 0, gate, f->inner_stride);
         add_upper(pass, layer, GATE, f->low, span->start, span->stop, panel, 1, gate, f->inner_stride);
-        product(matrix_of(span->weights, layer, UP), x, f->x_stride, rows, panel, 1, 0, up_out, PANEL);
+        product(matrix_of(span->weights, layer, UP), x, rows, panel, 1, 0, up_out, PANEL);
         add_upper(pass, layer, UP, f->low_of_up, span->start, span->stop, panel, 1, up_out, PANEL);
-        for (int64_t r = 0; r < rows; r++) gated(gate + r * f->inner_stride + panel * PANEL, up + r * PANEL);
+        for (int64_t r = 0; r < rows; r++) {
+            const int64_t at = r * f->inner_stride + panel * PANEL;
+            gated(gate + at, up + r * PANEL);
+            if (b->dots) narrow(gate + at, PANEL, f->narrow_inner + span->start * f->inner_stride + at);
+        }
     }
     wait_for(phase, panels * b->num_spans);
 }
@@ -366,6 +380,7 @@ static void attend_rows(const Pass *pass, Phase *phase, int64_t layer, float *sc
         add_values(s, layer, k, own, scores + shared, stride, out);
         for (int64_t g = 0; g < group; g++)
             for (int64_t d = 0; d < D; d++) out[g * D + d] /= totals[g];
+        if (b->dots) narrow(out, group * D, f->narrow_attended + (out - f->attended));
     }
     wait_for(phase, b->rows * s->kv_heads);
 }
@@ -378,27 +393,30 @@ static void run(const void *context, Phase *phase, int64_t thread) {
     float *scores = f->scratch + thread * f->scratch_size;
     float *up = scores + rounded(s->heads / s->kv_heads * b->longest);
     const int adapted = b->num_adapters > 0;
+    const Inputs normed = {f->normed, f->narrow_normed, f->x_stride};
+    const Inputs attended = {f->attended, f->narrow_attended, f->attended_stride};
+    const Inputs inner = {f->inner, f->narrow_inner, f->inner_stride};
     embed(pass, phase++);
     for (int64_t l = 0; l < s->layers; l++) {
         normalise_rows(pass, phase++, l, ATTENTION_NORM);
-        if (adapted) lower_rows(pass, phase++, l, QKV, f->normed, f->x_stride, f->low);
-        product_rows(pass, phase++, l, QKV, f->normed, f->x_stride, 0, f->heads, f->heads_stride);
+        if (adapted) lower_rows(pass, phase++, l, QKV, normed, f->low);
+        product_rows(pass, phase++, l, QKV, normed, 0, f->heads, f->heads_stride);
         cache_rows(pass, phase++, l);
         attend_rows(pass, phase++, l, scores);
-        if (adapted) lower_rows(pass, phase++, l, OUT, f->attended, f->attended_stride, f->low);
-        product_rows(pass, phase++, l, OUT, f->attended, f->attended_stride, 1, f->x, f->x_stride);
+        if (adapted) lower_rows(pass, phase++, l, OUT, attended, f->low);
+        product_rows(pass, phase++, l, OUT, attended, 1, f->x, f->x_stride);
         normalise_rows(pass, phase++, l, MLP_NORM);
         if (adapted) {
-            lower_rows(pass, phase++, l, GATE, f->normed, f->x_stride, f->low);
-            lower_rows(pass, phase++, l, UP, f->normed, f->x_stride, f->low_of_up);
+            lower_rows(pass, phase++, l, GATE, normed, f->low);
+            lower_rows(pass, phase++, l, UP, normed, f->low_of_up);
         }
-        gate_rows(pass, phase++, l, up);
-        if (adapted) lower_rows(pass, phase++, l, DOWN, f->inner, f->inner_stride, f->low);
-        product_rows(pass, phase++, l, DOWN, f->inner, f->inner_stride, 1, f->x, f->x_stride);
+        gate_rows(pass, phase++, l, normed, up);
+        if (adapted) lower_rows(pass, phase++, l, DOWN, inner, f->low);
+        product_rows(pass, phase++, l, DOWN, inner, 1, f->x, f->x_stride);
     }
     if (!b->logits) return;
     normalise_rows(pass, phase++, 0, LAST_NORM);
-    product_rows(pass, phase++, 0, HEAD, f->normed, f->x_stride, 0, b->logits, b->logits_stride);
+    product_rows(pass, phase++, 0, HEAD, normed, 0, b->logits, b->logits_stride);
 }
 
 enum { PHASES_OF_LAYER = 13, OTHER_PHASES = 3 };
@@ -408,6 +426,8 @@ enum { PHASES_OF_LAYER = 13, OTHER_PHASES = 3 };
 int64_t dora_panel(void) { return PANEL; }
 
 int64_t dora_tile_rows(void) { return TILE_ROWS; }
+
+int64_t dora_dots_in_hardware(void) { return DOTS_IN_HARDWARE; }
 
 int64_t dora_workspace(const Shape *s, const Batch *b, int64_t threads) {
     Buffers unused;
@@ -424,32 +444,42 @@ int dora_pass(const Shape *s, const Batch *b, int64_t threads) {
 typedef struct {
     const Matrix *matrix;
     const float *x;
-    int64_t x_stride, rows;
+    uint16_t *narrow; /* where the matrix is of DOTS: room for x in bf16 */
+    int64_t x_stride, rows; /* there the stride is even */
     float *out;
     int64_t out_stride;
 } LoneProduct;
 
 static void run_product(const void *context, Phase *phase, int64_t thread) {
     const LoneProduct *p = context;
+    const Inputs x = {p->x, p->narrow, p->x_stride};
     (void)thread;
+    if (p->matrix->stored == DOTS) {
+        EACH(row, p->rows, 1) narrow(p->x + row * p->x_stride, p->matrix->inputs, p->narrow + row * p->x_stride);
+        wait_for(phase, p->rows);
+    }
+    phase++;
     EACH(panel, panels_of(p->matrix), LONE_PANELS)
-    product(p->matrix, p->x, p->x_stride, p->rows, panel, 1, 0, p->out, p->out_stride);
+    product(p->matrix, x, p->rows, panel, 1, 0, p->out, p->out_stride);
     wait_for(phase, panels_of(p->matrix));
 }
 
 /* One product by itself: out[R][out_stride] = x[R][x_stride] @ weights. */
 int dora_product(const LoneProduct *p, int64_t threads) {
-    return run_together(run_product, p, 1, threads) ? 0 : -1;
+    return run_together(run_product, p, 2, threads) ? 0 : -1;
 }
 
-/* Weights [O][I] into panels, the last one filled up with zeros. */
+/* Weights [O][I] into panels, the last one filled up with zeros: numbers of fp32, or pairs of bf16. */
 void dora_pack(const void *weights, int64_t bf16, int64_t outputs, int64_t inputs, void *panels) {
+    const int64_t together = bf16 ? 2 : 1, filled = (inputs + together - 1) / together * together;
     for (int64_t o = 0; o < rounded(outputs); o++)
-        for (int64_t i = 0; i < inputs; i++) {
-            const int64_t to = (o / PANEL * inputs + i) * PANEL + o % PANEL, from = o * inputs + i;
+        for (int64_t i = 0; i < filled; i++) {
+            const int64_t unit = (o / PANEL * filled + i) / together * PANEL + o % PANEL;
+            const int64_t to = unit * together + i % together, from = o * inputs + i;
+            const int there = o < outputs && i < inputs;
             if (bf16)
-                ((uint16_t *)panels)[to] = o < outputs ? ((const uint16_t *)weights)[from] : 0;
+                ((uint16_t *)panels)[to] = there ? ((const uint16_t *)weights)[from] : 0;
             else
-                ((float *)panels)[to] = o < outputs ? ((const float *)weights)[from] : 0;
+                ((float *)panels)[to] = there ? ((const float *)weights)[from] : 0;
         }
 }

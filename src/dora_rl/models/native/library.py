@@ -160,6 +160,8 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
     loaded.dora_panel.argtypes = []
     loaded.dora_tile_rows.restype = c_int64
     loaded.dora_tile_rows.argtypes = []
+    loaded.dora_dots_in_hardware.restype = c_int64
+    loaded.dora_dots_in_hardware.argtypes = []
     loaded.dora_workspace.restype = c_int64
     loaded.dora_workspace.argtypes = [POINTER(Shape), POINTER(Batch), c_int64]
     loaded.dora_pass.restype = c_int

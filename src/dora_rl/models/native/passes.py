@@ -56,6 +56,7 @@ class RowWeights:
                 for row in range(start, stop, height)
             ],
         )
+        self.dots = any(one.dots for one, _, _ in decoders)
         self.rank = max((one.rank for one, _, _ in adapters), default=0)
 
 
@@ -109,7 +110,7 @@ class NativePasses:
         out = _grown(self._logits, num_rows * stride) if logits else None
         batch = Batch(
             *(num_rows, len(weights.spans), len(weights.adapters), len(weights.tiles)),
-            weights.rank,
+            *(weights.dots, weights.rank),
             cast(weights.spans, POINTER(Span)),
             cast(weights.adapters, POINTER(AdapterSpan)),
             cast(weights.tiles, POINTER(AdapterTile)),

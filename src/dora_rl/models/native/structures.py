@@ -17,6 +17,15 @@ class Product(IntEnum):
     DOWN = 4
 
 
+class Stored(IntEnum):
+    """How weights are stored and multiplied, in the order of C's enum; KV alone has halves."""
+
+    FLOATS = 0
+    HALVES = 1
+    PAIRS = 2
+    DOTS = 3
+
+
 class Matrix(Structure):
     """Weights in panels; without them there is no such product."""
 
@@ -25,7 +34,7 @@ class Matrix(Structure):
         ("bias", c_void_p),
         ("inputs", c_int64),
         ("outputs", c_int64),
-        ("bf16", c_int64),
+        ("stored", c_int64),
     )
 
 
@@ -76,7 +85,8 @@ class Shape(Structure):
 
 class Batch(Structure):
     _fields_ = (
-        *((name, c_int64) for name in ("rows", "num_spans", "num_adapters", "num_tiles", "rank")),
+        *((name, c_int64) for name in ("rows", "num_spans", "num_adapters", "num_tiles")),
+        *((name, c_int64) for name in ("dots", "rank")),
         ("spans", POINTER(Span)),
         ("adapters", POINTER(AdapterSpan)),
         ("tiles", POINTER(AdapterTile)),
@@ -94,6 +104,7 @@ class LoneProduct(Structure):
     _fields_ = (
         ("matrix", POINTER(Matrix)),
         ("x", c_void_p),
+        ("narrow", c_void_p),
         ("x_stride", c_int64),
         ("rows", c_int64),
         ("out", c_void_p),

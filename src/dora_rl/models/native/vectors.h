@@ -1,6 +1,9 @@
 /* Vectors of the widest registers at hand, numbers as they are stored, and e^x. */
 #include <stdint.h>
 #include <string.h>
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
 
 /* As many sums as fit the registers of the instruction set: rows x vectors of a tile. */
 #if defined(__AVX512F__)
@@ -49,6 +52,31 @@ INLINE float widened(uint16_t half) {
     return x;
 }
 
+INLINE Words load_words(const void *base, int64_t index) {
+    Words w;
+    memcpy(&w, (const uint32_t *)base + index, sizeof w);
+    return w;
+}
+
+/* Of pairs of bf16, the first or the second ones. */
+INLINE Vector one_of_pairs(Words pairs, int second) {
+    return (Vector)(second ? pairs & 0xffff0000u : pairs << 16);
+}
+
+/* sum + x[0] * w[0] + x[1] * w[1], of pairs of bf16. */
+#if defined(__AVX512BF16__)
+#define DOTS_IN_HARDWARE 1
+INLINE Vector add_dots(Vector sum, Words x, Words w) {
+    return (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)w);
+}
+#else
+#define DOTS_IN_HARDWARE 0
+INLINE Vector add_dots(Vector sum, Words x, Words w) {
+    sum += one_of_pairs(x, 0) * one_of_pairs(w, 0);
+    return sum + one_of_pairs(x, 1) * one_of_pairs(w, 1);
+}
+#endif
+
 INLINE Vector load_stored(const void *base, int64_t index, int bf16) {
     if (!bf16) return load((const float *)base + index);
     Halves half;
@@ -65,6 +93,23 @@ static uint16_t narrowed(float x) { /* to nearest, ties to even, as torch does *
     memcpy(&bits, &x, sizeof bits);
     if (x != x) return 0x7fc0;
     return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+INLINE Halves narrowed_vector(Vector x) { /* the same for each */
+    Words bits = (Words)x, nan = (Words)(x != x);
+    bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return __builtin_convertvector((bits & ~nan) | (nan & 0x7fc0), Halves);
+}
+
+/* To bf16; an odd number of them is filled up with a zero. */
+static void narrow(const float *x, int64_t count, uint16_t *to) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        const Halves half = narrowed_vector(load(x + i));
+        memcpy(to + i, &half, sizeof half);
+    }
+    for (; i < count; i++) to[i] = narrowed(x[i]);
+    if (count % 2) to[count] = 0;
 }
 
 INLINE void put_stored(void *base, int64_t index, int bf16, float x) {

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dora_rl.models.config import ModelConfig
-from dora_rl.models.native.products import pack
+from dora_rl.models.native.products import pack, stored_as
 from dora_rl.models.native.structures import Delta, Layer, Matrix, Product, Weights, array_of
 from dora_rl.weights.adapter import Adapter, tensor_names
 
@@ -24,8 +24,9 @@ _MODULES = {
 class _Packing:
     """Makes matrices, and keeps the memory that they point to."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, dots: bool) -> None:
         self._tensors: list[Tensor] = []
+        self._dots = dots
 
     def keep(self, tensor: Tensor) -> int:
         """Where it lies, for as long as this object lives."""
@@ -37,15 +38,21 @@ class _Packing:
         joined_OI = weights_OI[0] if len(weights_OI) == 1 else torch.cat(list(weights_OI))
         outputs, inputs = joined_OI.shape
         bias = self.keep(torch.cat(list(biases_O)).float()) if biases_O else None
-        bf16 = joined_OI.dtype == torch.bfloat16
-        return Matrix(self.keep(pack(joined_OI)), bias, inputs, outputs, int(bf16))
+        stored = stored_as(joined_OI.dtype, dots=self._dots)
+        return Matrix(self.keep(pack(joined_OI)), bias, inputs, outputs, stored)
 
 
 class NativeDecoder:
-    """One version's weights; `struct` is valid for as long as this object lives."""
+    """One version's weights; `struct` is valid for as long as this object lives.
 
-    def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
-        self._packing = packing = _Packing()
+    With `dots`, those in bf16 are multiplied by the processor's instructions for bf16.
+    """
+
+    def __init__(
+        self, config: ModelConfig, tensors: Mapping[str, Tensor], *, dots: bool = False
+    ) -> None:
+        self.dots = dots
+        self._packing = packing = _Packing(dots=dots)
         biased = {
             Product.QKV: config.qkv_bias,
             Product.OUT: config.out_bias,
@@ -94,7 +101,7 @@ class NativeAdapter:
     def __init__(
         self, config: ModelConfig, adapter: Adapter, tensors: Mapping[str, Tensor]
     ) -> None:
-        self._packing = packing = _Packing()
+        self._packing = packing = _Packing(dots=False)
         self.rank = 0  # outputs of its widest lower half
         linears = config.linears()
 

@@ -74,6 +74,7 @@ def make_engine(config: RunConfig, model: Path) -> Engine:
             prefill_chunk=rollout.prefill_chunk,
             deterministic=config.deterministic,
             native_kernels=rollout.native_kernels,
+            bf16_products=rollout.bf16_products,
             device=rollout.device,
             lora_rank=None if config.model.lora is None else config.model.lora.rank,
             extra=rollout.engine_options,
