@@ -8,10 +8,11 @@ from dora_rl.core.protocol.types import TrajectoryState, Version
 from dora_rl.core.state.run import State
 
 
+_WAITING = TrajectoryState.WAITING  # bound once: it is looked at for every start
+
+
 def place(state: State) -> None:
     """Start waiting trajectories on the emptiest instances of their versions."""
-    if not state.unplaced:
-        return
     for version in sorted(state.unplaced):
         if state.lending is not None:
             host.recall_from_lent(state, version)  # what had begun comes first
@@ -33,7 +34,7 @@ def _place_version(state: State, version: Version, heap: list[int]) -> None:
         if (
             trajectory is None
             or trajectory.version != version
-            or trajectory.state is not TrajectoryState.WAITING
+            or trajectory.state is not _WAITING
         ):
             heapq.heappop(heap)
             continue

@@ -17,14 +17,17 @@ KV_LOW = 0.9  # of the pressure threshold: below it an instance has recovered
 
 def watch_idle(state: State) -> None:
     """Trigger: slots idle though work waits, since they serve another version."""
-    fleet, settings = state.fleet, state.settings
-    idle = fleet.slots - fleet.load
-    if not state.work.num_waiting or idle < settings.idle_slots * fleet.slots:
+    if not state.work.num_waiting:
         return
-    if idle * fleet.num_awake >= fleet.slots and state.paradigm.rebalances:
+    fleet, settings = state.fleet, state.settings
+    slots = fleet.slots
+    idle = slots - fleet.load
+    if idle < settings.idle_slots * slots or not state.paradigm.rebalances:
+        return
+    if idle * fleet.num_awake >= slots:
         # At least one instance's worth. A tenth of the period apart, lest planning dominate.
-        earliest = state.rebalanced_at + settings.rebalance_period_s / 10
-        state.rebalance_soon(max(0.0, earliest - state.now))
+        wait_s = state.rebalanced_at + settings.rebalance_period_s / 10 - state.now
+        state.rebalance_soon(wait_s if wait_s > 0.0 else 0.0)
 
 
 def rebalance(state: State) -> None:

@@ -7,13 +7,9 @@ from dora_rl.core.state.run import State
 
 def retire(state: State) -> None:
     """Let go of versions whose work is done, and delete what nobody leases."""
-    versions = state.versions
+    versions, newest, unfinished = state.versions, state.versions.newest, state.work.unfinished
     for version, record in versions.live.items():
-        if (
-            version != versions.newest
-            and not record.vacated
-            and version not in state.work.unfinished
-        ):
+        if version not in unfinished and version != newest and not record.vacated:
             record.vacated = True
             if state.paradigm.pins_version:
                 for instance_id in sorted(record.instances):

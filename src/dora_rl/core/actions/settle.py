@@ -3,6 +3,10 @@
 Train if a batch may be taken, supplement the pipeline, lend devices that would idle, rebalance if
 a trigger asks for it, place what waits, retire what nobody needs. Each action looks only where
 something changed, so that an event costs the same on eight instances and on eight thousand.
+
+Settled is settled: to settle a second time, with nothing but the time changed, decides nothing.
+So an event that changes nothing that is looked at here, such as a timer whose wait was answered,
+is over when the one trigger that depends on time has been looked at (`State.unchanged`).
 """
 
 from dora_rl.core.actions import host
@@ -23,23 +27,35 @@ def settle(state: State) -> None:
         return
     if state.quiet:
         state.quiet = False
+    elif state.unchanged and state.lending is None:
+        watch_idle(state)
     else:
-        _settle_instances(state)
-        give_up(state)
-        if not state.halted:
-            train(state)
-        if not state.halted:
-            supplement(state)
-            lend(state)
-            if state.rebalance_now:
-                state.rebalance_now = False
-                rebalance(state)
-            place(state)
-            retire(state)
-            watch_idle(state)
+        _act(state)
+    state.unchanged = False
     at = state.timers.rearm()
     if at is not None and not state.halted:
         state.emit(SetTimer(at))
+
+
+def _act(state: State) -> None:
+    if state.failed_members or state.disturbed:
+        _settle_instances(state)
+    if state.wasted_groups:
+        give_up(state)
+    if not state.halted:
+        train(state)
+    if state.halted:
+        return
+    supplement(state)
+    if state.lending is not None:
+        lend(state)
+    if state.rebalance_now:
+        state.rebalance_now = False
+        rebalance(state)
+    if state.unplaced:
+        place(state)
+    retire(state)
+    watch_idle(state)
 
 
 def _settle_instances(state: State) -> None:

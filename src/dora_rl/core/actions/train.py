@@ -9,11 +9,15 @@ from dora_rl.core.state.run import State, TrainerPhase
 from dora_rl.core.state.timers import Wait
 
 
+_IDLE = TrainerPhase.IDLE  # bound once: it is looked at after every event
+
+
 def train(state: State) -> None:
     """Take the next batch, if there is one and no deadline is in its way."""
-    trainer, work, settings = state.trainer, state.work, state.settings
-    if trainer.phase is not TrainerPhase.IDLE:
+    trainer = state.trainer
+    if trainer.phase is not _IDLE:
         return
+    work, settings = state.work, state.settings
     if settings.max_steps and trainer.step >= settings.max_steps:
         halt(state, ok=True, reason=f"{trainer.step} steps trained")
         return

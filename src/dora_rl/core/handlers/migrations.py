@@ -47,6 +47,7 @@ def migration_reserved(state: State, event: MigrationReserved) -> None:
     if migration.phase is not Phase.RESERVING:
         return absorb(state, "duplicate")
     reserved(state, migration)
+    state.unchanged = not state.disturbed
 
 
 def migration_completed(state: State, event: MigrationCompleted) -> None:

@@ -15,76 +15,94 @@ from dora_rl.core.state.timers import Timer, Wait
 
 
 def timer_fired(state: State, event: TimerFired) -> None:
+    answered = True
     for timer in state.timers.due(state.now):
-        if not state.halted:
-            _EXPIRED[timer.wait](state, timer)
+        if not state.halted and _EXPIRED[timer.wait](state, timer):
+            answered = False
+    state.unchanged = answered
 
 
-def _no_heartbeat(state: State, timer: Timer) -> None:
+def _no_heartbeat(state: State, timer: Timer) -> bool:
     instance = state.fleet.known(timer.subject, timer.ticket)
     if instance is None:
-        return
+        return False
     due = instance.heard_at + state.settings.heartbeat_timeout_s
-    if state.now >= due:
-        silent = state.now - instance.heard_at
-        host.lose(state, instance, f"silent for {silent:.0f} s", expel=True)
-    else:
+    if state.now < due:
         state.timers.set(due, *timer[1:])
+        return False
+    silent = state.now - instance.heard_at
+    host.lose(state, instance, f"silent for {silent:.0f} s", expel=True)
+    return True
 
 
-def _no_install(state: State, timer: Timer) -> None:
+def _no_install(state: State, timer: Timer) -> bool:
     instance = state.fleet.instances.get(timer.subject)
-    if instance is not None and instance.ticket == timer.ticket:
-        host.repeat(state, instance, f"did not answer a {timer.wait} command")
+    if instance is None or instance.ticket != timer.ticket:
+        return False
+    host.repeat(state, instance, f"did not answer a {timer.wait} command")
+    return True
 
 
-def _no_switch(state: State, timer: Timer) -> None:
+def _no_switch(state: State, timer: Timer) -> bool:
     instance = state.fleet.instances.get(timer.subject)
-    if instance is not None and instance.ticket == timer.ticket:
-        host.switch_again(state, instance)
+    if instance is None or instance.ticket != timer.ticket:
+        return False
+    host.switch_again(state, instance)
+    return True
 
 
-def _no_migration(state: State, timer: Timer) -> None:
+def _no_migration(state: State, timer: Timer) -> bool:
     migration = state.migrations.live.get(timer.subject)
-    if migration is not None:
-        undo_migration(state, migration, tell=True)
+    if migration is None:
+        return False
+    undo_migration(state, migration, tell=True)
+    return True
 
 
-def _no_score(state: State, timer: Timer) -> None:
+def _no_score(state: State, timer: Timer) -> bool:
     trajectory = state.work.trajectories.get(timer.subject)
     if (
-        trajectory is not None
-        and trajectory.fence == timer.ticket
-        and trajectory.state is TrajectoryState.GENERATED
+        trajectory is None
+        or trajectory.fence != timer.ticket
+        or trajectory.state is not TrajectoryState.GENERATED
     ):
-        attempt_failed(state, trajectory, "score timeout")
+        return False
+    attempt_failed(state, trajectory, "score timeout")
+    return True
 
 
-def _no_judgement(state: State, timer: Timer) -> None:
+def _no_judgement(state: State, timer: Timer) -> bool:
     group = state.work.groups.get(timer.subject)
     if group is None or group.state is not GroupState.JUDGING or group.attempts != timer.ticket:
-        return
+        return False
     if group.attempts > state.settings.max_retries:
         end_group(state, group, failed="judge timeout")
     else:
         send_judge(state, group)
+    return True
 
 
-def _no_batch(state: State, timer: Timer) -> None:
+def _no_batch(state: State, timer: Timer) -> bool:
     trainer = state.trainer
-    if trainer.phase is TrainerPhase.TRAINING and (trainer.step, trainer.attempts) == timer[2:]:
-        train_again(state, f"no answer for {state.settings.train_timeout_s:.0f} s")
+    waits = trainer.phase is TrainerPhase.TRAINING
+    if not waits or (trainer.step, trainer.attempts) != timer[2:]:
+        return False
+    train_again(state, f"no answer for {state.settings.train_timeout_s:.0f} s")
+    return True
 
 
-def _no_publication(state: State, timer: Timer) -> None:
+def _no_publication(state: State, timer: Timer) -> bool:
     trainer = state.trainer
-    if trainer.phase is TrainerPhase.PUBLISHING and (trainer.step, trainer.attempts) == timer[2:]:
-        publish_again(state, f"no answer for {state.settings.publish_timeout_s:.0f} s")
+    waits = trainer.phase is TrainerPhase.PUBLISHING
+    if not waits or (trainer.step, trainer.attempts) != timer[2:]:
+        return False
+    publish_again(state, f"no answer for {state.settings.publish_timeout_s:.0f} s")
+    return True
 
 
-def _no_prompts(state: State, timer: Timer) -> None:
+def _no_prompts(state: State, timer: Timer) -> bool:
     if (state.fetching, state.fetch_attempts) != timer[2:]:
-        return
+        return False
     if state.fetch_attempts <= state.settings.max_retries:
         send_fetch(state, state.settings.groups_per_step)
     else:
@@ -94,20 +112,26 @@ def _no_prompts(state: State, timer: Timer) -> None:
             reason=f"prompt {timer.subject} was asked for {state.fetch_attempts} times "
             "and never came",
         )
+    return True
 
 
-def _rebalance_due(state: State, timer: Timer) -> None:
-    if state.rebalance_at is not None and state.rebalance_at <= state.now:
-        state.rebalance_now = True
+def _rebalance_due(state: State, timer: Timer) -> bool:
+    if state.rebalance_at is None or state.rebalance_at > state.now:
+        return False
+    state.rebalance_now = True
+    return True
 
 
-def _no_fleet(state: State, timer: Timer) -> None:
+def _no_fleet(state: State, timer: Timer) -> bool:
     lost_at = state.fleet_lost_at
-    if lost_at is not None and state.now >= lost_at + state.settings.fleet_timeout_s:
-        halt(state, ok=False, reason=f"no rollout instance for {state.now - lost_at:.0f} s")
+    if lost_at is None or state.now < lost_at + state.settings.fleet_timeout_s:
+        return False
+    halt(state, ok=False, reason=f"no rollout instance for {state.now - lost_at:.0f} s")
+    return True
 
 
-_EXPIRED: dict[Wait, Callable[[State, Timer], None]] = {
+# Each returns whether something was still waited for.
+_EXPIRED: dict[Wait, Callable[[State, Timer], bool]] = {
     Wait.HEARTBEAT: _no_heartbeat,
     Wait.INSTALL: _no_install,
     Wait.PARKING: _no_install,

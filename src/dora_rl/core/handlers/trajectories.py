@@ -146,8 +146,11 @@ def trajectory_scored(state: State, event: TrajectoryScored) -> None:
         return absorb(state, "duplicate")
     state.work.scored(trajectory)
     group = state.work.groups[trajectory.group]
-    state.quiet = group.unscored > 0
+    if group.unscored:
+        state.quiet = True
+        return
     complete_if_scored(state, group)
+    state.unchanged = group.state is GroupState.JUDGING
 
 
 def group_judged(state: State, event: GroupJudged) -> None:

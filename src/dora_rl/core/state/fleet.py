@@ -5,8 +5,8 @@ faster, which is also what urgent work needs. Choosing costs O(log n): each vers
 heap of (load, instance), and an entry that is out of date is skipped.
 """
 
-import heapq
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 from dora_rl.core.protocol.types import (
     ADDED,
@@ -19,6 +19,10 @@ from dora_rl.core.protocol.types import (
     check_move,
 )
 from dora_rl.core.state.work import DERIVED
+
+# Bound once: in Python 3.11 `HostState.READY` takes ten times as long to find as a global.
+READY = HostState.READY
+AWAKE = SleepState.AWAKE
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +52,11 @@ class Instance:
     sleep: SleepState = field(default=SleepState.AWAKE, metadata=ADDED)
     switching_since: float = field(default=0.0, metadata=ADDED)  # the last change of `sleep` asked
     load: int = field(default=0, metadata=DERIVED)  # slots in use or promised
+    available: bool = field(default=True, metadata=DERIVED)
+    """It takes work: it stays, and rollout has its devices."""
+
+    def __post_init__(self) -> None:
+        self.available = not self.leaving and self.sleep is AWAKE
 
     def rebuild(self) -> None:
         self.load = (
@@ -57,11 +66,6 @@ class Instance:
     @property
     def free(self) -> int:
         return max(0, self.slots - self.load)
-
-    @property
-    def available(self) -> bool:
-        """It takes work: it stays, and rollout has its devices."""
-        return not self.leaving and self.sleep is SleepState.AWAKE
 
     @property
     def lent(self) -> bool:
@@ -77,9 +81,7 @@ class Instance:
     def serves(self, version: Version) -> bool:
         """A verified install, and not on its way out."""
         return (
-            self.hosts.get(version) is HostState.READY
-            and self.outgoing != version
-            and self.available
+            self.available and self.outgoing != version and self.hosts.get(version) is READY
         )
 
     def open_for(self, version: Version) -> bool:
@@ -92,9 +94,12 @@ class Instance:
     @property
     def settled(self) -> bool:
         """No change of versions is under way."""
-        return self.incoming is None and all(
-            state is HostState.READY for state in self.hosts.values()
-        )
+        if self.incoming is not None:
+            return False
+        for state in self.hosts.values():  # no `all`: its generator would cost more than the loop
+            if state is not READY:
+                return False
+        return True
 
 
 @dataclass(slots=True)
@@ -141,12 +146,14 @@ class Fleet:
             self.slots -= instance.slots
             self.load -= instance.load
         instance.leaving = True
+        instance.available = False
 
     def set_sleep(self, instance: Instance, sleep: SleepState) -> None:
         """Change which role has its devices; IllegalTransition where that cannot follow."""
         before = instance.available
         name = f"instance {instance.id}"
         instance.sleep = check_move(SLEEP_MOVES, instance.sleep, sleep, name)
+        instance.available = not instance.leaving and sleep is AWAKE
         change = instance.available - before
         self.slots += change * instance.slots
         self.load += change * instance.load
@@ -155,6 +162,8 @@ class Fleet:
     @property
     def num_awake(self) -> int:
         """Instances that rollout has the devices of."""
+        if not self.elastic and not self.lent:
+            return len(self.instances)
         switching = (self.instances[i].sleep for i in self.elastic | self.lent)
         return len(self.instances) - sum(sleep is not SleepState.AWAKE for sleep in switching)
 
@@ -191,15 +200,20 @@ class Fleet:
         if state is not None:
             instance.hosts[version] = state
             self._count_installing(version, state, 1)
-        if state is HostState.READY:
+        if state is READY:
             self.offer(instance)
 
     def offer(self, instance: Instance) -> None:
         """Enter an instance, at its present load, under every version that it serves."""
+        load = instance.load
+        if load >= instance.slots or instance.pressured:
+            return
         for version in instance.hosts:
-            if instance.open_for(version):
-                heap = self._open.setdefault(version, [])
-                heapq.heappush(heap, (instance.load, instance.id))
+            if instance.serves(version):
+                heap = self._open.get(version)
+                if heap is None:
+                    heap = self._open[version] = []
+                heappush(heap, (load, instance.id))
                 if len(heap) > 4 * len(self.instances) + 64:
                     self._compact(version)
 
@@ -211,14 +225,17 @@ class Fleet:
             instance = self.instances.get(instance_id)
             if instance is not None and instance.load == load and instance.open_for(version):
                 return instance
-            heapq.heappop(heap)
+            heappop(heap)
         return None
 
     def forget_version(self, version: Version) -> None:
         self._open.pop(version, None)
 
     def add(self, instance: Instance, version: Version, trajectory: TrajectoryId) -> None:
-        instance.residents.setdefault(version, set()).add(trajectory)
+        residents = instance.residents.get(version)
+        if residents is None:
+            residents = instance.residents[version] = set()
+        residents.add(trajectory)
         self._add_load(instance, 1)
 
     def discard(

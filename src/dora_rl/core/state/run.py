@@ -146,6 +146,12 @@ class State:
     rebalance_now: bool = field(default=False, metadata=DERIVED)
     quiet: bool = field(default=False, metadata=DERIVED)
     """The event gave rise to no duty."""
+    unchanged: bool = field(default=False, metadata=DERIVED)
+    """The event changed nothing that `settle` looks at, but for the time."""
+    paradigm: Paradigm = field(init=False, metadata=DERIVED)
+
+    def __post_init__(self) -> None:
+        self.paradigm = PARADIGMS[self.settings.paradigm]
 
     @classmethod
     def fresh(cls, settings: Settings) -> "State":
@@ -168,10 +174,6 @@ class State:
         self.fleet.rebuild()
 
     @property
-    def paradigm(self) -> Paradigm:
-        return PARADIGMS[self.settings.paradigm]
-
-    @property
     def staleness(self) -> int:
         """K as it applies: the paradigm's own, or the setting."""
         return self.paradigm.max_staleness(self.settings)
@@ -183,7 +185,8 @@ class State:
 
     def rebalance_soon(self, delay_s: float = 1.0) -> None:
         """Ask for a rebalance; several changes at once share one."""
-        at = self.now + min(delay_s, self.settings.rebalance_period_s)
+        period_s = self.settings.rebalance_period_s
+        at = self.now + (delay_s if delay_s <= period_s else period_s)
         if self.rebalance_at is None or at < self.rebalance_at:
             self.rebalance_at = at
             self.timers.set(at, Wait.REBALANCE)

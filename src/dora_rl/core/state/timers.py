@@ -3,9 +3,9 @@
 A timer is never cancelled. When it fires, whoever set it looks whether it is still waiting.
 """
 
-import heapq
 from dataclasses import dataclass, field
 from enum import StrEnum
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 
@@ -39,21 +39,23 @@ class Timers:
     armed_at: float | None = None
 
     def set(self, at: float, wait: Wait, subject: int = 0, ticket: int = 0) -> None:
-        heapq.heappush(self.heap, Timer(at, wait, subject, ticket))
+        heappush(self.heap, Timer(at, wait, subject, ticket))
 
     def due(self, now: float) -> list[Timer]:
         """Take out every timer whose time has come, in order."""
         fired = []
-        while self.heap and self.heap[0].at <= now:
-            fired.append(heapq.heappop(self.heap))
+        heap = self.heap
+        while heap and heap[0][0] <= now:
+            fired.append(heappop(heap))
         self.armed_at = None
         return fired
 
     def rearm(self) -> float | None:
         """The time to ask the world for, if it is not the one asked for already."""
-        if not self.heap:
+        heap = self.heap
+        if not heap:
             return None
-        first = self.heap[0].at
+        first = heap[0][0]
         if self.armed_at is not None and self.armed_at <= first:
             return None
         self.armed_at = first
