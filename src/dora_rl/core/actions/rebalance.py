@@ -106,6 +106,8 @@ def _economy(state: State) -> Economy:
 def _evacuate_again(state: State) -> None:
     """Instances that were to be emptied, and whose migrations failed or found no room."""
     for instance in list(state.fleet.instances.values()):
+        if instance.outgoing is None and not instance.leaving:
+            continue
         if instance.sleep is SleepState.DRAINING:
             continue  # it is being emptied: `host.drain`
         if instance.leaving:

@@ -4,9 +4,9 @@ Commands to one instance are performed in the order given. Each is safe to repea
 repeats what was not answered in time, and the world answers again without doing it twice.
 """
 
-from dataclasses import dataclass
 from typing import TypeAlias
 
+from dora_rl.core.protocol.message import message
 from dora_rl.core.protocol.types import (
     BatchGroup,
     Fence,
@@ -20,7 +20,7 @@ from dora_rl.core.protocol.types import (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class FetchPrompts:
     """Read prompts `first` … `first + count - 1`; answer with `PromptsAvailable`."""
 
@@ -28,7 +28,7 @@ class FetchPrompts:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Start:
     """Generate a trajectory with this version, after its first `prefix_tokens` saved tokens."""
 
@@ -39,7 +39,7 @@ class Start:
     prefix_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Cancel:
     """Forget this placement of a trajectory. No answer."""
 
@@ -48,7 +48,7 @@ class Cancel:
     instance: InstanceId
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Install:
     """Load a version, dropping `evict` first; answer with `VersionInstalled` or `InstallFailed`.
 
@@ -62,7 +62,7 @@ class Install:
     carry: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Evict:
     """Drop a version that nothing here runs on; answer with `VersionEvicted`."""
 
@@ -71,7 +71,7 @@ class Evict:
     version: Version
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Reserve:
     """Migration, phase one: the target makes room and takes the metadata.
 
@@ -85,7 +85,7 @@ class Reserve:
     moves: tuple[Move, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Transfer:
     """Migration, phase two: the KV moves, the target continues with the new fences.
 
@@ -95,21 +95,21 @@ class Transfer:
     migration: MigrationId
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Release:
     """The migration is committed: the source frees its copies. No answer."""
 
     migration: MigrationId
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class AbortMigration:
     """Undo: the target forgets the new fences, the source continues with the old. No answer."""
 
     migration: MigrationId
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Park:
     """Move the KV of these to host memory and stop them; answer with `TrajectoriesParked`."""
 
@@ -118,7 +118,7 @@ class Park:
     placements: tuple[Placement, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Unpark:
     """Bring these back from host memory and continue. No answer: they progress, or time out."""
 
@@ -127,7 +127,7 @@ class Unpark:
     placements: tuple[Placement, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Score:
     """Score a whole trajectory; answer with `TrajectoryScored` or `TrajectoryFailed`."""
 
@@ -135,7 +135,7 @@ class Score:
     fence: Fence
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Judge:
     """Decide whether a complete group is worth training on; answer with `GroupJudged`."""
 
@@ -143,7 +143,7 @@ class Judge:
     trajectories: tuple[TrajectoryId, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Fail:
     """The trajectory is terminal, `failed(reason)`: record it, free what is kept. No answer."""
 
@@ -151,7 +151,7 @@ class Fail:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Train:
     """Take optimizer step `step` on these groups.
 
@@ -162,7 +162,7 @@ class Train:
     groups: tuple[BatchGroup, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Publish:
     """Write the trainer's weights as `version`, all or nothing.
 
@@ -172,24 +172,24 @@ class Publish:
     version: Version
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Delete:
     """The last lease of a version is gone: free its storage. No answer."""
 
     version: Version
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Suspend:
     """Stop generating everywhere (colocated training begins); running work stays. No answer."""
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Resume:
     """Continue generating everywhere. No answer."""
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Sleep:
     """Drop every version and give the devices to training; answer with `InstanceSlept`.
 
@@ -200,7 +200,7 @@ class Sleep:
     incarnation: int
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Wake:
     """Take the devices back from training; answer with `InstanceWoke`. No version is there yet."""
 
@@ -208,7 +208,7 @@ class Wake:
     incarnation: int
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Expel:
     """The core no longer knows this incarnation: kill it; it may join again as a higher one."""
 
@@ -217,7 +217,7 @@ class Expel:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Dismiss:
     """The instance asked to leave and is empty now: it may go."""
 
@@ -225,14 +225,14 @@ class Dismiss:
     incarnation: int
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class SetTimer:
     """Fire one `TimerFired` at this time; replaces the time set before."""
 
     at: float
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Halt:
     """The run is over: done, or beyond what the core can mend. Nothing follows."""
 

@@ -4,9 +4,10 @@ An event about a trajectory carries the fence of the placement that it speaks of
 instance the incarnation of that instance, so that whatever was superseded is told apart.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TypeAlias
 
+from dora_rl.core.protocol.message import message
 from dora_rl.core.protocol.types import (
     ADDED,
     Fence,
@@ -21,7 +22,7 @@ from dora_rl.core.protocol.types import (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class PromptsAvailable:
     """Prompts `first` … `first + count - 1` of the stream are here; answers `FetchPrompts`.
 
@@ -33,7 +34,7 @@ class PromptsAvailable:
     exhausted: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class InstanceJoined:
     """An instance is up and empty. Every start of the process is a higher incarnation.
 
@@ -48,7 +49,7 @@ class InstanceJoined:
     elastic: bool = field(default=False, metadata=ADDED)
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class InstanceProgressed:
     """A periodic report: KV in use, and each trajectory that advanced since the last one.
 
@@ -62,7 +63,7 @@ class InstanceProgressed:
     saved: tuple[Length, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class InstanceLeaving:
     """An instance asks to leave; the core empties it and answers with `Dismiss`."""
 
@@ -70,7 +71,7 @@ class InstanceLeaving:
     incarnation: int
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class InstanceFailed:
     """An instance is gone, with all that it held."""
 
@@ -79,7 +80,7 @@ class InstanceFailed:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class InstanceStopped:
     """An instance is gone because the run was: nothing that it held is to blame."""
 
@@ -87,7 +88,7 @@ class InstanceStopped:
     incarnation: int
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class InstanceSlept:
     """Answers `Sleep`: no version is held any more, and training has the devices."""
 
@@ -95,7 +96,7 @@ class InstanceSlept:
     incarnation: int
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class InstanceWoke:
     """Answers `Wake`: rollout has the devices, and a version can be installed."""
 
@@ -103,7 +104,7 @@ class InstanceWoke:
     incarnation: int
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class VersionInstalled:
     """Answers `Install`; `digest` is of the weights now in the engine's memory."""
 
@@ -113,7 +114,7 @@ class VersionInstalled:
     digest: str
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class InstallFailed:
     """Answers `Install`: nothing changed on the instance."""
 
@@ -123,7 +124,7 @@ class InstallFailed:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class VersionEvicted:
     """Answers `Evict`: the instance no longer holds the version."""
 
@@ -132,7 +133,7 @@ class VersionEvicted:
     version: Version
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class TrajectoryFinished:
     """A trajectory is whole. `segments` say which weights sampled its tokens."""
 
@@ -142,7 +143,7 @@ class TrajectoryFinished:
     segments: tuple[Segment, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class TrajectoryPaused:
     """A turn ended: the trajectory waits for its environment, its slot is free, its KV is kept."""
 
@@ -151,7 +152,7 @@ class TrajectoryPaused:
     turn: int
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class TrajectoryResumed:
     """The environment has answered turn `turn`: the trajectory wants a slot again."""
 
@@ -160,7 +161,7 @@ class TrajectoryResumed:
     turn: int
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class TrajectoryFailed:
     """Generation, environment or scoring of one trajectory failed."""
 
@@ -169,7 +170,7 @@ class TrajectoryFailed:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class TrajectoryRefused:
     """One trajectory cannot be generated, such as for a long prompt: to try again is no use."""
 
@@ -178,7 +179,7 @@ class TrajectoryRefused:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class TrajectoryScored:
     """Answers `Score`. The reward itself stays outside."""
 
@@ -186,7 +187,7 @@ class TrajectoryScored:
     fence: Fence
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class GroupJudged:
     """Answers `Judge`: keep the group, or filter it for a reason."""
 
@@ -194,7 +195,7 @@ class GroupJudged:
     filtered: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class TrajectoriesParked:
     """Answers `Park`: the KV of these is in host memory now, their slots are free."""
 
@@ -203,14 +204,14 @@ class TrajectoriesParked:
     parked: tuple[Placement, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class MigrationReserved:
     """Phase one is done: the target has room and the metadata."""
 
     migration: MigrationId
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class MigrationCompleted:
     """Phase two is done: the target runs these (old fences); the source still keeps its copy.
 
@@ -221,7 +222,7 @@ class MigrationCompleted:
     moved: tuple[Placement, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class MigrationFailed:
     """Either phase failed: every member continues where it was."""
 
@@ -229,14 +230,14 @@ class MigrationFailed:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class BatchTrained:
     """Answers `Train`: the optimizer step is taken."""
 
     step: int
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class BatchFailed:
     """Answers `Train`: the step was not taken, the weights are as before."""
 
@@ -244,7 +245,7 @@ class BatchFailed:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class BatchRejected:
     """Answers `Train`: this very batch cannot be trained on (its loss is no number).
 
@@ -257,7 +258,7 @@ class BatchRejected:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class WeightsPublished:
     """Answers `Publish`: the version is complete in the store. Version 0 opens the run."""
 
@@ -265,7 +266,7 @@ class WeightsPublished:
     digest: str
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class PublicationFailed:
     """Answers `Publish`: nothing of the version can be seen."""
 
@@ -273,7 +274,7 @@ class PublicationFailed:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class VersionPinned:
     """Somebody outside (a checkpoint, an evaluation) needs the version's weights."""
 
@@ -281,7 +282,7 @@ class VersionPinned:
     holder: str
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class VersionUnpinned:
     """That need is over."""
 
@@ -289,14 +290,14 @@ class VersionUnpinned:
     holder: str
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class StepLimitRaised:
     """The run is to take so many steps in all, more than before; also after it has taken those."""
 
     max_steps: int
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class TimerFired:
     """The time asked for by the last `SetTimer` has come."""
 
