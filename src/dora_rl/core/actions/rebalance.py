@@ -19,15 +19,20 @@ def watch_idle(state: State) -> None:
     """Trigger: slots idle though work waits, since they serve another version."""
     if not state.work.num_waiting:
         return
-    fleet, settings = state.fleet, state.settings
-    slots = fleet.slots
-    idle = slots - fleet.load
-    if idle < settings.idle_slots * slots or not state.paradigm.rebalances:
-        return
-    if idle * fleet.num_awake >= slots:
-        # At least one instance's worth. A tenth of the period apart, lest planning dominate.
-        wait_s = state.rebalanced_at + settings.rebalance_period_s / 10 - state.now
-        state.rebalance_soon(wait_s if wait_s > 0.0 else 0.0)
+    fleet, settings, due = state.fleet, state.settings, state.rebalance_at
+    # A tenth of the period apart, lest planning dominate.
+    delay_s = state.rebalanced_at + settings.rebalance_period_s / 10 - state.now
+    if delay_s < 0.0:
+        delay_s = 0.0
+    if due is not None and state.now + delay_s >= due:
+        return  # one comes soon enough
+    idle = fleet.slots - fleet.load
+    if (
+        idle >= settings.idle_slots * fleet.slots
+        and idle * fleet.num_awake >= fleet.slots  # at least one instance's worth
+        and state.paradigm.rebalances
+    ):
+        state.rebalance_soon(delay_s)
 
 
 def rebalance(state: State) -> None:

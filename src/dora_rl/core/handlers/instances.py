@@ -61,9 +61,10 @@ def instance_joined(state: State, event: InstanceJoined) -> None:
 def instance_progressed(state: State, event: InstanceProgressed) -> None:
     if event.kv_tokens < 0:
         refuse(event, "KV in use is not negative")
-    for length in (*event.lengths, *event.saved):
-        if length.tokens < 0:
-            refuse(event, "a trajectory has no fewer than 0 tokens")
+    for lengths in (event.lengths, event.saved):
+        for _, _, tokens in lengths:
+            if tokens < 0:
+                refuse(event, "a trajectory has no fewer than 0 tokens")
     instance = live_instance(state, event.instance, event.incarnation)
     if instance is None:
         return

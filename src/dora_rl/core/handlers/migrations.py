@@ -9,9 +9,11 @@ from dora_rl.core.protocol.events import (
     MigrationReserved,
     TrajectoriesParked,
 )
-from dora_rl.core.protocol.types import MigrationId, Placement, SleepState, TrajectoryState
+from dora_rl.core.protocol.types import MigrationId, SleepState, TrajectoryState
 from dora_rl.core.state.run import State
 from dora_rl.core.state.transfers import Migration, Phase
+
+_RESERVING, _TRANSFERRING = Phase.RESERVING, Phase.TRANSFERRING  # bound once: in every move
 
 
 def trajectories_parked(state: State, event: TrajectoriesParked) -> None:
@@ -44,7 +46,7 @@ def migration_reserved(state: State, event: MigrationReserved) -> None:
     migration = _migration(state, event, event.migration)
     if migration is None:
         return
-    if migration.phase is not Phase.RESERVING:
+    if migration.phase is not _RESERVING:
         return absorb(state, "duplicate")
     reserved(state, migration)
     state.unchanged = not state.disturbed
@@ -54,9 +56,9 @@ def migration_completed(state: State, event: MigrationCompleted) -> None:
     migration = _migration(state, event, event.migration)
     if migration is None:
         return
-    if migration.phase is not Phase.TRANSFERRING:
+    if migration.phase is not _TRANSFERRING:
         refuse(event, "the transfer was not asked for")
-    if not {Placement(m.trajectory, m.fence) for m in migration.moves}.issuperset(event.moved):
+    if not {move[:2] for move in migration.moves}.issuperset(event.moved):
         refuse(event, "a trajectory is not of this migration")
     commit_migration(state, migration, event.moved)
 

@@ -14,6 +14,9 @@ from dora_rl.core.state.run import State, TrainerPhase
 from dora_rl.core.state.timers import Timer, Wait
 
 
+_GENERATED = TrajectoryState.GENERATED  # bound once: it is looked at for every score's timer
+
+
 def timer_fired(state: State, event: TimerFired) -> None:
     answered = True
     for timer in state.timers.due(state.now):
@@ -64,7 +67,7 @@ def _no_score(state: State, timer: Timer) -> bool:
     if (
         trajectory is None
         or trajectory.fence != timer.ticket
-        or trajectory.state is not TrajectoryState.GENERATED
+        or trajectory.state is not _GENERATED
     ):
         return False
     attempt_failed(state, trajectory, "score timeout")

@@ -5,6 +5,7 @@ needs first, then the emptiest hosts of versions that have too many, and those o
 slot time gained outweighs what the move costs. O(instances + trajectories moved).
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -119,19 +120,15 @@ class Planner:
         self.keepers: set[InstanceId] = set()  # they receive what others give up
         self.added_load: dict[InstanceId, int] = {}  # by the moves of this plan, as is the next
         self.added_kv: dict[InstanceId, int] = {}
-        self.hosts: dict[Version, dict[InstanceId, Instance]] = {}  # as they will be
+        # As they will be: what comes in counts, what goes out does not.
+        self.hosts: defaultdict[Version, dict[InstanceId, Instance]] = defaultdict(dict)
         for instance in self.instances:
+            outgoing, incoming = instance.outgoing, instance.incoming
             for version in instance.hosts:
-                if version != instance.outgoing:
-                    self._enter(version, instance)
-            if instance.incoming not in (None, instance.outgoing):
-                self._enter(instance.incoming, instance)
-
-    def _enter(self, version: Version, instance: Instance) -> None:
-        hosts = self.hosts.get(version)
-        if hosts is None:
-            hosts = self.hosts[version] = {}
-        hosts[instance.id] = instance
+                if version != outgoing:
+                    self.hosts[version][instance.id] = instance
+            if incoming is not None and incoming != outgoing:
+                self.hosts[incoming][instance.id] = instance
 
     def make(self) -> RebalancePlan:
         if not self.instances or not self.demands:
@@ -183,12 +180,10 @@ class Planner:
                 if instance.settled:
                     spare.append((0, -instance.id, instance, None))
                 continue
-            # What most fail at is asked first: few have a version without work.
-            idle = [version for version in instance.hosts if not instance.has_work(version)]
-            if not idle or not instance.settled:
-                continue
-            for version in sorted(idle):
-                if self._can_lose(version, targets):
+            if instance.hosts.keys() <= instance.residents.keys() or not instance.settled:
+                continue  # most have work of every version that they hold
+            for version in sorted(instance.hosts):
+                if not instance.has_work(version) and self._can_lose(version, targets):
                     spare.append((version not in self.demands, -instance.id, instance, version))
                     break
         spare.sort(key=lambda entry: entry[:2])
@@ -251,17 +246,17 @@ class Planner:
         hosts = [
             (len(i.residents.get(version, ())), i.kv_tokens, i.id, i)
             for i in self.hosts[version].values()
-            if self._can_give(i, version)
+            if self._can_give(i)
         ]
         hosts.sort()
         return [entry[3] for entry in hosts]
 
-    def _can_give(self, instance: Instance, version: Version) -> bool:
+    def _can_give(self, instance: Instance) -> bool:
+        """Whether it could give up a version that it hosts; who is settled serves all of those."""
         return (
-            instance.id not in self.changed
-            and len(instance.hosts) >= instance.version_slots
+            len(instance.hosts) >= instance.version_slots
             and instance.settled
-            and instance.serves(version)
+            and instance.id not in self.changed
         )
 
     def _room(self, instance: Instance, version: Version) -> int:
@@ -334,7 +329,7 @@ class Planner:
     ) -> None:
         self.plan.conversions.append(Conversion(instance.id, incoming, outgoing, park))
         self.changed.add(instance.id)
-        self.hosts.setdefault(incoming, {})[instance.id] = instance
+        self.hosts[incoming][instance.id] = instance
         if outgoing is not None:
             del self.hosts[outgoing][instance.id]
 

@@ -185,8 +185,7 @@ class State:
 
     def rebalance_soon(self, delay_s: float = 1.0) -> None:
         """Ask for a rebalance; several changes at once share one."""
-        period_s = self.settings.rebalance_period_s
-        at = self.now + (delay_s if delay_s <= period_s else period_s)
+        at = self.now + min(delay_s, self.settings.rebalance_period_s)
         if self.rebalance_at is None or at < self.rebalance_at:
             self.rebalance_at = at
             self.timers.set(at, Wait.REBALANCE)
