@@ -80,25 +80,32 @@ def rebalance(state: State) -> None:
 
 def _demands(state: State) -> list[Demand]:
     """What each version needs now; one that only waits for environments needs no slot yet."""
-    unfinished, records = state.work.unfinished, state.work.trajectories
-    placed: dict[Version, int] = {}
-    paused: dict[Version, int] = {}
-    for instance in state.fleet.instances.values():
-        for version, residents in instance.residents.items():
-            placed[version] = placed.get(version, 0) + len(residents)
-            if instance.paused:
-                idle = sum(records[trajectory_id].paused for trajectory_id in residents)
-                paused[version] = paused.get(version, 0) + idle
+    unfinished, placeless = state.work.unfinished, state.work.placeless
+    paused = _paused(state)
     return [
         Demand(
             version,
             unfinished.get(version, 0) - paused.get(version, 0),
-            unfinished.get(version, 0) - placed.get(version, 0),
+            placeless.get(version, 0),
             version + state.staleness <= state.trainer.step,
         )
         for version in sorted(state.versions.live)
         if version in unfinished or version == state.versions.newest
     ]
+
+
+def _paused(state: State) -> dict[Version, int]:
+    """How many of each version wait for their environments."""
+    paused: dict[Version, int] = {}
+    if sum(state.work.unfinished.values()) == state.work.demand:
+        return paused
+    records = state.work.trajectories
+    for instance in state.fleet.instances.values():
+        if instance.paused:
+            for version, residents in instance.residents.items():
+                idle = sum(records[trajectory_id].paused for trajectory_id in residents)
+                paused[version] = paused.get(version, 0) + idle
+    return paused
 
 
 def _economy(state: State) -> Economy:

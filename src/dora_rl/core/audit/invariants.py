@@ -29,6 +29,10 @@ _MEMBER_STATES = {
     _G.READY: frozenset({_T.SCORED, _T.FAILED}),
     _G.TRAINING: frozenset({_T.SCORED, _T.FAILED}),
 }
+_WORK_INDEXES = (
+    *("pending", "unfinished", "placeless", "demand"),
+    *("num_ready", "num_waiting", "num_parked"),
+)
 
 
 def check(state: State) -> None:
@@ -236,7 +240,7 @@ def indexes(state: State) -> Iterator[str]:
     kept = state.work
     fresh = Work(kept.group_size, groups=kept.groups, trajectories=kept.trajectories)
     fresh.rebuild()
-    for name in ("pending", "unfinished", "demand", "num_ready", "num_waiting", "num_parked"):
+    for name in _WORK_INDEXES:
         if getattr(kept, name) != getattr(fresh, name):
             yield f"index {name} is {getattr(kept, name)}, not {getattr(fresh, name)}"
     for version, heap in fresh.waiting.items():

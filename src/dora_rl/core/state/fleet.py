@@ -244,7 +244,9 @@ class Fleet:
         """Take a trajectory off an instance, wherever on it it is."""
         residents = instance.residents.get(version)
         if residents is not None and trajectory in residents:
-            _take(instance.residents, version, trajectory)
+            residents.remove(trajectory)
+            if not residents:
+                del instance.residents[version]
             if paused:
                 instance.paused -= 1
             else:

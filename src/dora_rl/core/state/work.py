@@ -29,6 +29,7 @@ from dora_rl.core.protocol.types import (
 _T = TrajectoryState
 _G = GroupState
 WORK = frozenset({_T.WAITING, _T.RUNNING, _T.PARKED})
+PLACELESS = frozenset({_T.WAITING, _T.PARKED})
 TERMINAL = frozenset({_T.TRAINED, _T.FILTERED, _T.FAILED})
 DERIVED = {"derived": True}
 
@@ -42,6 +43,7 @@ class _Effect(NamedTuple):
 
     waiting: int
     parked: int
+    placeless: int
     ends_work: bool
 
 
@@ -50,6 +52,7 @@ _EFFECTS: dict[TrajectoryState, dict[TrajectoryState, _Effect]] = {
         new: _Effect(
             (new is _T.WAITING) - (old is _T.WAITING),
             (new is _T.PARKED) - (old is _T.PARKED),
+            (new in PLACELESS) - (old in PLACELESS),
             old in WORK and new not in WORK,
         )
         for new in TRAJECTORY_MOVES[old]
@@ -107,6 +110,8 @@ class Work:
     num_ready: int = field(default=0, metadata=DERIVED)
     waiting: dict[Version, list[TrajectoryId]] = field(default_factory=dict, metadata=DERIVED)
     unfinished: dict[Version, int] = field(default_factory=dict, metadata=DERIVED)
+    placeless: dict[Version, int] = field(default_factory=dict, metadata=DERIVED)
+    """Of them, those that wait or are parked: they hold no slot."""
     demand: int = field(default=0, metadata=DERIVED)  # trajectories that need a slot
     num_waiting: int = field(default=0, metadata=DERIVED)
     num_parked: int = field(default=0, metadata=DERIVED)
@@ -121,6 +126,8 @@ class Work:
         for trajectory in self.trajectories.values():
             if trajectory.state in WORK:
                 self._count_work(trajectory, 1)
+            if trajectory.state in PLACELESS:
+                self._count_placeless(trajectory.version, 1)
             if trajectory.state is _T.WAITING:
                 self._push_waiting(trajectory)
             self.num_waiting += trajectory.state is _T.WAITING
@@ -159,6 +166,7 @@ class Work:
             self.trajectories[member] = Trajectory(member, group.id, version)
             heappush(waiting, member)
         self.unfinished[version] = self.unfinished.get(version, 0) + size
+        self._count_placeless(version, size)
         self.demand += size
         self.num_waiting += size
         return group
@@ -260,9 +268,12 @@ class Work:
 
     def rebind(self, trajectory: Trajectory, version: Version) -> None:
         """Continue under another version (only paradigms that do not pin versions)."""
+        placeless = trajectory.state in PLACELESS
+        self._count_placeless(trajectory.version, -placeless)
         self._count_work(trajectory, -1)
         trajectory.version = version
         self._count_work(trajectory, 1)
+        self._count_placeless(version, placeless)
         if trajectory.state is _T.WAITING:
             self._push_waiting(trajectory)
 
@@ -299,9 +310,11 @@ class Work:
         if effect is None:
             raise IllegalTransition(f"trajectory {trajectory.id} cannot go from `{old}` to `{new}`")
         trajectory.state = new
-        waiting, parked, ends_work = effect
+        waiting, parked, placeless, ends_work = effect
         self.num_waiting += waiting
         self.num_parked += parked
+        if placeless:
+            self._count_placeless(trajectory.version, placeless)
         if ends_work:
             self._count_work(trajectory, -1)
 
@@ -318,6 +331,13 @@ class Work:
             self.waiting.pop(version, None)
         if not trajectory.paused:
             self.demand += change
+
+    def _count_placeless(self, version: Version, change: int) -> None:
+        left = self.placeless.get(version, 0) + change
+        if left:
+            self.placeless[version] = left
+        else:
+            self.placeless.pop(version, None)
 
     def _push_waiting(self, trajectory: Trajectory) -> None:
         heappush(self.waiting.setdefault(trajectory.version, []), trajectory.id)
