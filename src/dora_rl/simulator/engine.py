@@ -341,7 +341,7 @@ class Engine(KvMemory):
     def _end_turn(self, run: Run) -> None:
         self.leave(run)
         job = run.job
-        turns = job.shape.turns
+        turns = run.turns
         trajectory, fence = run.trajectory, run.fence
         if run.turn == len(turns) - 1:
             self.drop(run)
@@ -385,7 +385,7 @@ class Engine(KvMemory):
             run.state = PAUSED
             return
         if run.env == ANSWERED:
-            turns = run.job.shape.turns
+            turns = run.turns
             self.emit(TrajectoryResumed(run.trajectory, run.fence, run.turn + 1))
             observed = turns[run.turn].observation_tokens
             run.env = NO_ANSWER

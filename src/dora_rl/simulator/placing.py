@@ -1,6 +1,7 @@
 """Placements on one instance: start, cancel, park, unpark.
 
-Draws a trajectory's shape when it is first started; a later placement meets the same one.
+Draws a trajectory's shape at every start: a later placement meets the same one, since a draw is
+a function of the trajectory, and what nobody runs takes no memory.
 A placement happens once: a repeated start of the same fence is void.
 """
 
@@ -60,13 +61,14 @@ class Placing:
             return
         trajectory_id = command.trajectory
         group, member = divmod(trajectory_id, self._group_size)
+        # Drift follows the group's place in the stream, not when it started: every paradigm
+        # meets the same lengths.
+        age = 0 if self._groups_per_step is None else group // self._groups_per_step
+        prompt_tokens, turns, reward_s = self._draw(group, member, age)
         job = self._jobs.get(trajectory_id)
         if job is None:
-            # Drift follows the group's place in the stream, not when it started: every paradigm
-            # meets the same lengths.
-            age = 0 if self._groups_per_step is None else group // self._groups_per_step
-            job = self._jobs[trajectory_id] = Job(self._draw(group, member, age))
-        run = Run(trajectory_id, fence, group, version, digest, job)
+            job = self._jobs[trajectory_id] = Job(reward_s)
+        run = Run(trajectory_id, fence, group, version, digest, job, prompt_tokens, turns)
         if command.prefix_tokens:
             if command.prefix_tokens > job.saved:
                 refuse(instance, f"{command}, but only {job.saved} tokens of it were saved")

@@ -1,4 +1,4 @@
-"""What the world remembers of a trajectory: its drawn shape, and one placement of it.
+"""What the world remembers of a trajectory, and of one placement of it with its drawn shape.
 
 A `Job` is the trajectory itself and outlives its placements. A `Run` is one placement, named by
 its fence, on one instance; it knows which weights truly sampled its tokens. Plain slotted
@@ -8,7 +8,7 @@ records: half a million of them are alive at once, and the instance is what chan
 from math import inf
 
 from dora_rl.core.protocol.types import Segment
-from dora_rl.simulator.workload import TrajectoryShape
+from dora_rl.simulator.workload import Turn
 
 # Where a run is. Plain integers: they are compared for every join and leave.
 QUEUED = 0  # waits for its first slot
@@ -32,12 +32,12 @@ SCORED = 2
 
 
 class Job:
-    """One trajectory: what was drawn for it, and what is known beyond any placement."""
+    """One trajectory: what is known beyond any placement. Its shape is with those that run."""
 
-    __slots__ = ("saved", "saved_segments", "score_fence", "scoring", "shape", "total", "whole")
+    __slots__ = ("reward_s", "saved", "saved_segments", "score_fence", "scoring", "total", "whole")
 
-    def __init__(self, shape: TrajectoryShape) -> None:
-        self.shape = shape
+    def __init__(self, reward_s: float) -> None:
+        self.reward_s = reward_s
         self.whole = False  # some placement has finished it
         self.total = 0  # tokens of the whole trajectory, prompt and observations included
         self.scoring = UNSCORED
@@ -69,14 +69,22 @@ class Run:
         "state",
         "trajectory",
         "turn",
+        "turns",
         "version",
         "was_parked",
     )
 
     def __init__(
-        self, trajectory: int, fence: int, group: int, version: int, digest: str, job: Job
+        self,
+        trajectory: int,
+        fence: int,
+        group: int,
+        version: int,
+        digest: str,
+        job: Job,
+        prompt_tokens: int,
+        turns: tuple[Turn, ...],
     ) -> None:
-        shape = job.shape
         self.trajectory = trajectory
         self.fence = fence
         self.group = group
@@ -84,9 +92,10 @@ class Run:
         self.digest = digest
         self.job = job
         self.state = QUEUED
-        self.prompt = self.context = self.debt = shape.prompt_tokens
+        self.prompt = self.context = self.debt = prompt_tokens
+        self.turns = turns
         self.turn = 0
-        self.left = shape.turns[0].generate_tokens  # tokens to the end of the turn
+        self.left = turns[0].generate_tokens  # tokens to the end of the turn
         self.done = 0  # tokens generated
         self.joined = 0  # the instance's step counter when it joined the batch
         self.held = False  # its KV is on the device
@@ -99,10 +108,9 @@ class Run:
 
     def skip(self, tokens: int, segments: tuple[Segment, ...]) -> None:
         """Begin after a saved prefix: its KV is owed, its samplers are known."""
-        shape = self.job.shape
-        turns = shape.turns
+        turns = self.turns
         last = len(turns) - 1
-        rest, context = tokens, shape.prompt_tokens + tokens
+        rest, context = tokens, self.prompt + tokens
         turn = 0
         # A prefix that ends with a turn stands before the next one: the environment, if the
         # trajectory has one, has been brought to where it was.
@@ -135,7 +143,16 @@ class Run:
 
     def copy(self, fence: int, digest: str) -> "Run":
         """The same trajectory at the same place of its text, as a new placement without KV."""
-        twin = Run(self.trajectory, fence, self.group, self.version, self.digest, self.job)
+        twin = Run(
+            self.trajectory,
+            fence,
+            self.group,
+            self.version,
+            digest,
+            self.job,
+            self.prompt,
+            self.turns,
+        )
         twin.context = self.context
         twin.debt = self.debt
         twin.turn = self.turn
@@ -145,7 +162,6 @@ class Run:
         twin.answer_at = self.answer_at
         twin.segments = self.segments_at(self.done)
         twin.segment_from = self.done
-        twin.digest = digest
         return twin
 
 

@@ -73,7 +73,7 @@ class Services:
             self._report(TrajectoryScored(command.trajectory, command.fence))
         elif job.scoring == UNSCORED:
             job.scoring = SCORING
-            if self._at_once and not job.shape.reward_s:
+            if self._at_once and not job.reward_s:
                 job.scoring = SCORED
                 self._report(TrajectoryScored(command.trajectory, command.fence))
             elif self._workers is not None and self._scoring >= self._workers:
@@ -81,13 +81,13 @@ class Services:
             else:
                 self._scoring += 1
                 argument = (command.trajectory, job)
-                self._clock.after(job.shape.reward_s, self._scored, argument)
+                self._clock.after(job.reward_s, self._scored, argument)
 
     def _scored(self, argument: tuple[int, Job]) -> None:
         trajectory_id, job = argument
         if self._line:
             waiting = self._line.popleft()
-            self._clock.after(waiting[1].shape.reward_s, self._scored, waiting)
+            self._clock.after(waiting[1].reward_s, self._scored, waiting)
         else:
             self._scoring -= 1
         fence = job.score_fence
