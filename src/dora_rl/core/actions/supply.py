@@ -14,19 +14,13 @@ from dora_rl.core.state.timers import Wait
 
 def supplement(state: State) -> None:
     """Admit new groups on the newest version, as many as the paradigm wants and K allows."""
-    work, settings, newest = state.work, state.settings, state.versions.newest
-    if newest < 0 or not state.fleet.slots or state.suspended:
+    work, slots, newest = state.work, state.fleet.slots, state.versions.newest
+    if newest < 0 or not slots or state.suspended:
         return
-    outstanding = work.num_outstanding
-    wanted = state.paradigm.room(
-        Pipeline(
-            outstanding,
-            outstanding - len(state.trainer.batch),
-            work.num_ready,
-            state.fleet.slots - work.demand,
-        ),
-        settings,
-    )
+    outstanding = len(work.groups)
+    unbatched = outstanding - len(state.trainer.batch)
+    pipeline = Pipeline(outstanding, unbatched, work.num_ready, slots - work.demand)
+    wanted = state.paradigm.room(pipeline, state.settings)
     if wanted > 0:
         admit(state, newest, wanted)
 

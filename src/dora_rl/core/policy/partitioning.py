@@ -115,11 +115,11 @@ class Planner:
         self.needs_slot = needs_slot  # one that waits for its environment needs none
         self.length = length
         self.kv_limit = kv_limit  # share of an instance's KV that may be filled by moves
+        self.kv = {i.id: i.kv_tokens for i in self.instances}  # as it will be, like the next
         self.plan = RebalancePlan()
         self.changed: set[InstanceId] = set()
         self.keepers: set[InstanceId] = set()  # they receive what others give up
-        self.added_load: dict[InstanceId, int] = {}  # by the moves of this plan, as is the next
-        self.added_kv: dict[InstanceId, int] = {}
+        self.load = {i.id: i.load for i in self.instances}
         # As they will be: what comes in counts, what goes out does not.
         self.hosts: defaultdict[Version, dict[InstanceId, Instance]] = defaultdict(dict)
         for instance in self.instances:
@@ -198,7 +198,8 @@ class Planner:
         return demand.work <= 0 and len(self.demands) > self.places
 
     def _free_slots(self, version: Version) -> int:
-        return sum(self._room(i, version) for i in self.hosts.get(version, {}).values())
+        hosts = self.hosts.get(version, {}).values()
+        return sum([self._room(i, version) for i in hosts if i.load < i.slots])
 
     def _take_from_others(
         self, demand: Demand, targets: Mapping[Version, int], wanted: int, unmet: int
@@ -217,7 +218,8 @@ class Planner:
                 surplus = max(surplus, min(1, len(hosts) - 1))
             if surplus <= 0 or len(hosts) < 2:
                 continue
-            keepers = [i for i in hosts if self._room(i, donor_version)]
+            # Most are full, and are passed over without a call.
+            keepers = [i for i in hosts if i.load < i.slots and self._room(i, donor_version)]
             room = sum(self._room(i, donor_version) for i in keepers)
             for donor in hosts[: min(surplus, len(hosts) - 1)]:
                 moved = sorted(donor.residents.get(donor_version, ()))
@@ -241,30 +243,22 @@ class Planner:
             self._take_turn(demand)
 
     def _lightest_first(self, version: Version) -> list[Instance]:
-        """The hosts of a version that can give it up, in order of their work on it."""
+        """The hosts of a version that can give it up, in order of their work on it.
+
+        Who is settled serves all that it holds.
+        """
         # Sorted as tuples: half the time of a sort by a key function.
         hosts = [
             (len(i.residents.get(version, ())), i.kv_tokens, i.id, i)
             for i in self.hosts[version].values()
-            if self._can_give(i)
+            if len(i.hosts) >= i.version_slots and i.settled and i.id not in self.changed
         ]
         hosts.sort()
         return [entry[3] for entry in hosts]
 
-    def _can_give(self, instance: Instance) -> bool:
-        """Whether it could give up a version that it hosts; who is settled serves all of those."""
-        return (
-            len(instance.hosts) >= instance.version_slots
-            and instance.settled
-            and instance.id not in self.changed
-        )
-
     def _room(self, instance: Instance, version: Version) -> int:
         """Slots that an instance could still give to a version's trajectories from elsewhere."""
-        room = instance.slots - instance.load
-        if room <= 0 or not instance.open_for(version):
-            return 0
-        return room - self.added_load.get(instance.id, 0)
+        return instance.slots - self.load[instance.id] if instance.open_for(version) else 0
 
     def _shift(
         self, donor: Instance, version: Version, moved: list[TrajectoryId], keepers: list[Instance]
@@ -286,16 +280,14 @@ class Planner:
                     return False
                 keeper = keepers[-1]
                 room = self._room(keeper, version)
-                kv_tokens = keeper.kv_tokens + self.added_kv.get(keeper.id, 0)
-                kv_room = self.kv_limit * keeper.kv_capacity_tokens - kv_tokens
+                kv_room = self.kv_limit * keeper.kv_capacity_tokens - self.kv[keeper.id]
             parts.setdefault(keeper.id, []).append(trajectory_id)
             room -= needed
             kv_room -= length
         for target, part in parts.items():
             self.keepers.add(target)
-            load, kv = sum(map(self.needs_slot, part)), sum(map(self.length, part))
-            self.added_load[target] = self.added_load.get(target, 0) + load
-            self.added_kv[target] = self.added_kv.get(target, 0) + kv
+            self.load[target] += sum(map(self.needs_slot, part))
+            self.kv[target] += sum(map(self.length, part))
             self.plan.shifts.append(Shift(donor.id, target, version, tuple(part)))
         return True
 

@@ -58,13 +58,13 @@ def _next_batch(pipeline: Pipeline, settings: Settings) -> int:
 
 def _stream(pipeline: Pipeline, settings: Settings) -> int:
     """Keep the slots busy, but never starve the next batch nor pile up for a busy trainer."""
+    _, unbatched, ready, idle_slots = pipeline
     if settings.pipeline_depth:
-        return settings.pipeline_depth - pipeline.unbatched
-    missing = settings.groups_per_step - pipeline.unbatched
-    if pipeline.ready >= settings.groups_per_step:
+        return settings.pipeline_depth - unbatched
+    if ready >= settings.groups_per_step:
         # A whole batch waits for the trainer already: more would only be older when consumed.
         return 0
-    return max(missing, -(-pipeline.idle_slots // settings.group_size))
+    return max(settings.groups_per_step - unbatched, -(-idle_slots // settings.group_size))
 
 
 PARADIGMS: dict[ParadigmName, Paradigm] = {

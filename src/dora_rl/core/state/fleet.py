@@ -85,7 +85,13 @@ class Instance:
         )
 
     def open_for(self, version: Version) -> bool:
-        return self.load < self.slots and not self.pressured and self.serves(version)
+        return (
+            self.load < self.slots
+            and not self.pressured
+            and self.available  # from here on as in `serves`: one call less, for every look
+            and self.outgoing != version
+            and self.hosts.get(version) is READY
+        )
 
     def has_work(self, version: Version) -> bool:
         """Running here, or on its way here."""
