@@ -169,6 +169,10 @@ class _Mark(NamedTuple):
     phases: Phases | None
 
 
+# What is looked at beside finished trajectories; all else is passed over by one look-up.
+_RARE_EVENTS = frozenset({WeightsPublished, BatchTrained, BatchFailed, BatchRejected, GroupJudged})
+_RARE_COMMANDS = frozenset({Train, Delete, Fail})
+
 RECORDS: tuple[type, ...] = (_Stretch, _Mark, Reading, Train, BatchGroup)
 
 
@@ -210,10 +214,16 @@ class Collector:
 
     def observe(self, now: float, event: Event, commands: Sequence[Command]) -> None:
         """One handled event, and the commands that answered it."""
-        kind = type(event)
-        if kind is TrajectoryFinished:
-            self._finished(event, commands)  # type: ignore[arg-type]
-        elif isinstance(event, WeightsPublished):
+        if isinstance(event, TrajectoryFinished):
+            self._finished(event, commands)
+        elif type(event) in _RARE_EVENTS:
+            self._note(now, event)
+        for command in commands:
+            if type(command) in _RARE_COMMANDS:
+                self._command(now, command)
+
+    def _note(self, now: float, event: Event) -> None:
+        if isinstance(event, WeightsPublished):
             self._published(now, event.version)
         elif isinstance(event, BatchTrained | BatchFailed | BatchRejected):
             self._trained(now, event)
@@ -221,18 +231,21 @@ class Collector:
             first = event.group * self._group_size
             for trajectory_id in range(first, first + self._group_size):
                 self._lengths.pop(trajectory_id, None)
-        for command in commands:
-            if type(command) is Train:
-                self._train(now, command)
-            elif type(command) is Delete:
-                self._live.change(now, -1)
-            elif type(command) is Fail:
-                self._lengths.pop(command.trajectory, None)
+
+    def _command(self, now: float, command: Command) -> None:
+        if isinstance(command, Train):
+            self._train(now, command)
+        elif isinstance(command, Delete):
+            self._live.change(now, -1)
+        elif isinstance(command, Fail):
+            self._lengths.pop(command.trajectory, None)
 
     def _finished(self, event: TrajectoryFinished, commands: Sequence[Command]) -> None:
         """It is whole if the core has it scored: else it is a copy, or of an old placement."""
-        if any(type(x) is Score and x.trajectory == event.trajectory for x in commands):
-            self._lengths[event.trajectory] = event.tokens
+        for command in commands:
+            if type(command) is Score and command.trajectory == event.trajectory:
+                self._lengths[event.trajectory] = event.tokens
+                return
 
     def _train(self, now: float, command: Train) -> None:
         if self._batch is None:  # else the core repeats itself

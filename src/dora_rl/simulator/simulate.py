@@ -77,7 +77,7 @@ def simulate(
         world.observe(journal.handled)
     for observer in observers:
         world.observe(observer)
-    world.observe(lambda now, event, commands: _stop_after(world, event, setup.steps))
+    world.observe(_stop_after(world, setup.steps))
     outcome = world.run(progress=progress)
     if journal is not None:
         journal.close(outcome.reason)
@@ -87,10 +87,14 @@ def simulate(
     return Result(summary, report)
 
 
-def _stop_after(world: World, event: Event, steps: int) -> None:
+def _stop_after(world: World, steps: int) -> Observer:
     """End the run with the last step's publication: work that continues is left outstanding."""
-    if isinstance(event, WeightsPublished) and event.version >= steps and world.halted is None:
-        world.halted = Halt(True, f"{steps} steps trained")
+
+    def observe(now: float, event: Event, commands: Sequence[Command]) -> None:
+        if isinstance(event, WeightsPublished) and event.version >= steps and world.halted is None:
+            world.halted = Halt(True, f"{steps} steps trained")
+
+    return observe
 
 
 def _read(world: World, orchestrator: Orchestrator) -> Reading:

@@ -248,6 +248,8 @@ def indexes(state: State) -> Iterator[str]:
             yield f"C2: waiting work of version {version} is not queued"
     for instance in state.fleet.instances.values():
         load = instance.load
+        if instance.available != (not instance.leaving and instance.sleep is SleepState.AWAKE):
+            yield f"instance {instance.id} takes work: {instance.available}, which is not so"
         instance.rebuild()
         if load != instance.load:
             yield f"instance {instance.id} has load {instance.load}, not {load}"
