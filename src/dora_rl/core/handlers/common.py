@@ -23,13 +23,14 @@ def absorb(state: State, why: str) -> None:
 
 def live_instance(state: State, instance: InstanceId, incarnation: int) -> Instance | None:
     """The instance that speaks, unless it is a zombie or ahead of its own joining."""
-    record = state.fleet.known(instance, incarnation)
-    if record is None:
-        absorb(state, "fenced_instance")
-        if incarnation <= state.fleet.ended.get(instance, -1):
-            # It has not heard that it was given up, and would never join again.
-            state.emit(Expel(instance, incarnation, "given up before"))
-    return record
+    record = state.fleet.instances.get(instance)
+    if record is not None and record.incarnation == incarnation:
+        return record
+    absorb(state, "fenced_instance")
+    if incarnation <= state.fleet.ended.get(instance, -1):
+        # It has not heard that it was given up, and would never join again.
+        state.emit(Expel(instance, incarnation, "given up before"))
+    return None
 
 
 def placed_trajectory(

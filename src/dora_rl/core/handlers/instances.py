@@ -68,7 +68,7 @@ def instance_progressed(state: State, event: InstanceProgressed) -> None:
     instance = live_instance(state, event.instance, event.incarnation)
     if instance is None:
         return
-    here = instance.id
+    here = event.instance
     now = instance.heard_at = state.now
     records = state.work.trajectories
     for trajectory_id, fence, tokens in event.lengths:
@@ -80,7 +80,10 @@ def instance_progressed(state: State, event: InstanceProgressed) -> None:
         trajectory = records.get(trajectory_id)
         if trajectory is not None and trajectory.fence == fence and trajectory.instance == here:
             trajectory.saved = max(trajectory.saved, tokens)
-    _watch_pressure(state, instance, event.kv_tokens)
+    instance.kv_tokens = event.kv_tokens
+    share = event.kv_tokens / instance.kv_capacity_tokens
+    if instance.pressured or share >= state.settings.kv_pressure:
+        _watch_pressure(state, instance, share)
     if not state.suspended and now - instance.checked_at >= state.settings.trajectory_timeout_s / 4:
         instance.checked_at = now
         _find_stuck(state, instance)
@@ -88,9 +91,7 @@ def instance_progressed(state: State, event: InstanceProgressed) -> None:
     state.quiet = not state.out and not state.unplaced
 
 
-def _watch_pressure(state: State, instance: Instance, kv_tokens: int) -> None:
-    instance.kv_tokens = kv_tokens
-    share = kv_tokens / instance.kv_capacity_tokens
+def _watch_pressure(state: State, instance: Instance, share: float) -> None:
     if share >= state.settings.kv_pressure:
         if not instance.pressured:
             state.counters["kv_pressure"] += 1

@@ -27,9 +27,9 @@ _SCORE = Wait.SCORE
 
 
 def trajectory_finished(state: State, event: TrajectoryFinished) -> None:
-    total = 0
+    total, newest = 0, state.versions.newest
     for version, _, tokens in event.segments:
-        if tokens < 0 or not 0 <= version <= state.versions.newest:
+        if tokens < 0 or not 0 <= version <= newest:
             refuse(event, "a segment has a version never published, or fewer than 0 tokens")
         total += tokens
     if event.tokens != total or not event.segments:

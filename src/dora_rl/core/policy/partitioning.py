@@ -8,6 +8,7 @@ slot time gained outweighs what the move costs. O(instances + trajectories moved
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from heapq import nsmallest
 from typing import NamedTuple
 
 from dora_rl.core.protocol.types import InstanceId, TrajectoryId, Version
@@ -104,10 +105,6 @@ class Planner:
         length: Callable[[TrajectoryId], int] = lambda _: 0,
         kv_limit: float = 1.0,
     ) -> None:
-        self.instances = [i for i in instances if i.available]
-        slots = [i.version_slots for i in self.instances]
-        self.places = sum(slots)
-        self.shared = self.places > len(slots)  # some instance holds several versions
         self.demands = {d.version: d for d in demands}
         self.newest = newest
         self.economy = economy
@@ -115,20 +112,34 @@ class Planner:
         self.needs_slot = needs_slot  # one that waits for its environment needs none
         self.length = length
         self.kv_limit = kv_limit  # share of an instance's KV that may be filled by moves
-        self.kv = {i.id: i.kv_tokens for i in self.instances}  # as it will be, like the next
         self.plan = RebalancePlan()
         self.changed: set[InstanceId] = set()
         self.keepers: set[InstanceId] = set()  # they receive what others give up
-        self.load = {i.id: i.load for i in self.instances}
-        # As they will be: what comes in counts, what goes out does not.
+        self.added_kv: dict[InstanceId, int] = {}  # by the moves of this plan
+        self.load: dict[InstanceId, int] = {}  # as it will be, like the next
         self.hosts: defaultdict[Version, dict[InstanceId, Instance]] = defaultdict(dict)
-        for instance in self.instances:
-            outgoing, incoming = instance.outgoing, instance.incoming
-            for version in instance.hosts:
-                if version != outgoing:
-                    self.hosts[version][instance.id] = instance
-            if incoming is not None and incoming != outgoing:
-                self.hosts[incoming][instance.id] = instance
+        self.instances: list[Instance] = []
+        self.places = 0
+        self.underused: list[Instance] = []  # a version could come in, or has no work
+        for instance in instances:
+            if instance.available:
+                self._enter(instance)
+
+    def _enter(self, instance: Instance) -> None:
+        """Take one instance in. All that is asked of each is asked at one visit: they are many."""
+        name, hosts, outgoing = instance.id, instance.hosts, instance.outgoing
+        self.instances.append(instance)
+        self.load[name] = instance.load
+        self.places += instance.version_slots
+        for version in hosts:
+            if version != outgoing:
+                self.hosts[version][name] = instance
+        incoming = instance.incoming
+        if incoming is not None:
+            if incoming != outgoing:
+                self.hosts[incoming][name] = instance
+        elif len(hosts) < instance.version_slots or not hosts.keys() <= instance.residents.keys():
+            self.underused.append(instance)
 
     def make(self) -> RebalancePlan:
         if not self.instances or not self.demands:
@@ -158,7 +169,7 @@ class Planner:
     def _targets(self) -> dict[Version, int]:
         """How many instances each version should be on."""
         work = {v: max(1, d.work) for v, d in self.demands.items()}
-        if self.shared:
+        if self.places > len(self.instances):
             return {v: self._shared_target(v, amount) for v, amount in work.items()}
         if len(work) <= len(self.instances):
             return partition(work, len(self.instances))
@@ -175,13 +186,12 @@ class Planner:
     def _spare(self, targets: Mapping[Version, int]) -> list[tuple[Instance, Version | None]]:
         """Instances that can take a version in without moving anything; the best ones last."""
         spare: list[tuple[int, int, Instance, Version | None]] = []
-        for instance in self.instances:
-            if len(instance.hosts) < instance.version_slots:
-                if instance.settled:
-                    spare.append((0, -instance.id, instance, None))
+        for instance in self.underused:
+            if not instance.settled:
                 continue
-            if instance.hosts.keys() <= instance.residents.keys() or not instance.settled:
-                continue  # most have work of every version that they hold
+            if len(instance.hosts) < instance.version_slots:
+                spare.append((0, -instance.id, instance, None))
+                continue
             for version in sorted(instance.hosts):
                 if not instance.has_work(version) and self._can_lose(version, targets):
                     spare.append((version not in self.demands, -instance.id, instance, version))
@@ -198,8 +208,7 @@ class Planner:
         return demand.work <= 0 and len(self.demands) > self.places
 
     def _free_slots(self, version: Version) -> int:
-        hosts = self.hosts.get(version, {}).values()
-        return sum([self._room(i, version) for i in hosts if i.load < i.slots])
+        return sum(self._room(i, version) for i in self.hosts.get(version, {}).values())
 
     def _take_from_others(
         self, demand: Demand, targets: Mapping[Version, int], wanted: int, unmet: int
@@ -213,15 +222,15 @@ class Planner:
             surplus = len(self.hosts[donor_version]) - targets.get(donor_version, 0)
             if housed and surplus <= 0:
                 continue
-            hosts = self._lightest_first(donor_version)
+            hosts = self._by_work(donor_version)
             if not housed:
                 surplus = max(surplus, min(1, len(hosts) - 1))
             if surplus <= 0 or len(hosts) < 2:
                 continue
-            # Most are full, and are passed over without a call.
-            keepers = [i for i in hosts if i.load < i.slots and self._room(i, donor_version)]
+            open_hosts = sorted([entry for entry in hosts if self._room(entry[3], donor_version)])
+            keepers = [entry[3] for entry in open_hosts]
             room = sum(self._room(i, donor_version) for i in keepers)
-            for donor in hosts[: min(surplus, len(hosts) - 1)]:
+            for *_, donor in nsmallest(min(surplus, len(hosts) - 1), hosts):
                 moved = sorted(donor.residents.get(donor_version, ()))
                 needed = sum(map(self.needs_slot, moved))
                 room -= self._room(donor, donor_version)
@@ -242,23 +251,22 @@ class Planner:
         if not housed:
             self._take_turn(demand)
 
-    def _lightest_first(self, version: Version) -> list[Instance]:
-        """The hosts of a version that can give it up, in order of their work on it.
+    def _by_work(self, version: Version) -> list[tuple[int, int, InstanceId, Instance]]:
+        """The hosts of a version that can give it up, behind what orders them: the lightest least.
 
         Who is settled serves all that it holds.
         """
-        # Sorted as tuples: half the time of a sort by a key function.
-        hosts = [
+        return [
             (len(i.residents.get(version, ())), i.kv_tokens, i.id, i)
             for i in self.hosts[version].values()
             if len(i.hosts) >= i.version_slots and i.settled and i.id not in self.changed
         ]
-        hosts.sort()
-        return [entry[3] for entry in hosts]
 
     def _room(self, instance: Instance, version: Version) -> int:
         """Slots that an instance could still give to a version's trajectories from elsewhere."""
-        return instance.slots - self.load[instance.id] if instance.open_for(version) else 0
+        if instance.load >= instance.slots or not instance.open_for(version):
+            return 0
+        return instance.slots - self.load[instance.id]
 
     def _shift(
         self, donor: Instance, version: Version, moved: list[TrajectoryId], keepers: list[Instance]
@@ -280,14 +288,15 @@ class Planner:
                     return False
                 keeper = keepers[-1]
                 room = self._room(keeper, version)
-                kv_room = self.kv_limit * keeper.kv_capacity_tokens - self.kv[keeper.id]
+                kv_tokens = keeper.kv_tokens + self.added_kv.get(keeper.id, 0)
+                kv_room = self.kv_limit * keeper.kv_capacity_tokens - kv_tokens
             parts.setdefault(keeper.id, []).append(trajectory_id)
             room -= needed
             kv_room -= length
         for target, part in parts.items():
             self.keepers.add(target)
             self.load[target] += sum(map(self.needs_slot, part))
-            self.kv[target] += sum(map(self.length, part))
+            self.added_kv[target] = self.added_kv.get(target, 0) + sum(map(self.length, part))
             self.plan.shifts.append(Shift(donor.id, target, version, tuple(part)))
         return True
 
