@@ -7,7 +7,6 @@ from dora_rl.core.protocol.commands import Start
 from dora_rl.core.protocol.types import TrajectoryState, Version
 from dora_rl.core.state.run import State
 
-
 _WAITING = TrajectoryState.WAITING  # bound once: it is looked at for every start
 
 
@@ -31,11 +30,7 @@ def _place_version(state: State, version: Version, heap: list[int]) -> None:
         share = -(-work.unfinished[version] // hosts)
     while heap:
         trajectory = work.trajectories.get(heap[0])
-        if (
-            trajectory is None
-            or trajectory.version != version
-            or trajectory.state is not _WAITING
-        ):
+        if trajectory is None or trajectory.version != version or trajectory.state is not _WAITING:
             heapq.heappop(heap)
             continue
         instance = fleet.emptiest(version)

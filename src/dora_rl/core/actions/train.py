@@ -8,7 +8,6 @@ from dora_rl.core.protocol.types import Version
 from dora_rl.core.state.run import State, TrainerPhase
 from dora_rl.core.state.timers import Wait
 
-
 _IDLE = TrainerPhase.IDLE  # bound once: it is looked at after every event
 
 

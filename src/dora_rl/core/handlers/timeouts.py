@@ -13,7 +13,6 @@ from dora_rl.core.protocol.types import GroupState, TrajectoryState
 from dora_rl.core.state.run import State, TrainerPhase
 from dora_rl.core.state.timers import Timer, Wait
 
-
 _GENERATED = TrajectoryState.GENERATED  # bound once: it is looked at for every score's timer
 
 
@@ -64,11 +63,7 @@ def _no_migration(state: State, timer: Timer) -> bool:
 
 def _no_score(state: State, timer: Timer) -> bool:
     trajectory = state.work.trajectories.get(timer.subject)
-    if (
-        trajectory is None
-        or trajectory.fence != timer.ticket
-        or trajectory.state is not _GENERATED
-    ):
+    if trajectory is None or trajectory.fence != timer.ticket or trajectory.state is not _GENERATED:
         return False
     attempt_failed(state, trajectory, "score timeout")
     return True

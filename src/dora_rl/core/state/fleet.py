@@ -80,9 +80,7 @@ class Instance:
 
     def serves(self, version: Version) -> bool:
         """A verified install, and not on its way out."""
-        return (
-            self.available and self.outgoing != version and self.hosts.get(version) is READY
-        )
+        return self.available and self.outgoing != version and self.hosts.get(version) is READY
 
     def open_for(self, version: Version) -> bool:
         return (
@@ -102,7 +100,7 @@ class Instance:
         """No change of versions is under way."""
         if self.incoming is not None:
             return False
-        for state in self.hosts.values():  # no `all`: its generator would cost more than the loop
+        for state in self.hosts.values():  # noqa: SIM110 - the generator would cost twice the loop
             if state is not READY:
                 return False
         return True
