@@ -8,7 +8,7 @@ slot time gained outweighs what the move costs. O(instances + trajectories moved
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from heapq import nsmallest
+from heapq import heapify, heappop
 from typing import NamedTuple
 
 from dora_rl.core.protocol.types import InstanceId, TrajectoryId, Version
@@ -118,28 +118,27 @@ class Planner:
         self.added_kv: dict[InstanceId, int] = {}  # by the moves of this plan
         self.load: dict[InstanceId, int] = {}  # as it will be, like the next
         self.hosts: defaultdict[Version, dict[InstanceId, Instance]] = defaultdict(dict)
-        self.instances: list[Instance] = []
+        self.instances = [i for i in instances if i.available]
         self.places = 0
         self.underused: list[Instance] = []  # a version could come in, or has no work
-        for instance in instances:
-            if instance.available:
-                self._enter(instance)
+        self._visit()
 
-    def _enter(self, instance: Instance) -> None:
-        """Take one instance in. All that is asked of each is asked at one visit: they are many."""
-        name, hosts, outgoing = instance.id, instance.hosts, instance.outgoing
-        self.instances.append(instance)
-        self.load[name] = instance.load
-        self.places += instance.version_slots
-        for version in hosts:
-            if version != outgoing:
-                self.hosts[version][name] = instance
-        incoming = instance.incoming
-        if incoming is not None:
-            if incoming != outgoing:
-                self.hosts[incoming][name] = instance
-        elif len(hosts) < instance.version_slots or not hosts.keys() <= instance.residents.keys():
-            self.underused.append(instance)
+    def _visit(self) -> None:
+        """Ask all that is asked of every instance at one visit: they are many."""
+        load, all_hosts = self.load, self.hosts
+        for instance in self.instances:
+            name, hosts, version_slots = instance.id, instance.hosts, instance.version_slots
+            outgoing, incoming = instance.outgoing, instance.incoming
+            load[name] = instance.load
+            self.places += version_slots
+            for version in hosts:
+                if version != outgoing:
+                    all_hosts[version][name] = instance
+            if incoming is not None:
+                if incoming != outgoing:
+                    all_hosts[incoming][name] = instance
+            elif len(hosts) < version_slots or not hosts.keys() <= instance.residents.keys():
+                self.underused.append(instance)
 
     def make(self) -> RebalancePlan:
         if not self.instances or not self.demands:
@@ -227,10 +226,10 @@ class Planner:
                 surplus = max(surplus, min(1, len(hosts) - 1))
             if surplus <= 0 or len(hosts) < 2:
                 continue
-            open_hosts = sorted([entry for entry in hosts if self._room(entry[3], donor_version)])
-            keepers = [entry[3] for entry in open_hosts]
-            room = sum(self._room(i, donor_version) for i in keepers)
-            for *_, donor in nsmallest(min(surplus, len(hosts) - 1), hosts):
+            keepers, room = self._keepers(hosts, donor_version)
+            heapify(hosts)  # few of them give, and those are the lightest: no need to sort them all
+            for _ in range(min(surplus, len(hosts) - 1)):
+                donor = heappop(hosts)[3]
                 moved = sorted(donor.residents.get(donor_version, ()))
                 needed = sum(map(self.needs_slot, moved))
                 room -= self._room(donor, donor_version)
@@ -250,6 +249,18 @@ class Planner:
                     return
         if not housed:
             self._take_turn(demand)
+
+    def _keepers(
+        self, hosts: list[tuple[int, int, InstanceId, Instance]], version: Version
+    ) -> tuple[list[Instance], int]:
+        """Hosts with room for a version's work, the fullest last, and the room in all."""
+        keepers, room = [], 0
+        for _, _, _, instance in sorted([e for e in hosts if e[3].load < e[3].slots]):
+            here = self._room(instance, version)
+            if here:
+                keepers.append(instance)
+                room += here
+        return keepers, room
 
     def _by_work(self, version: Version) -> list[tuple[int, int, InstanceId, Instance]]:
         """The hosts of a version that can give it up, behind what orders them: the lightest least.
