@@ -49,6 +49,7 @@ def rebalance(state: State) -> None:
         return
     _evacuate_again(state)
     demands = _demands(state)
+    records = state.work.trajectories
     planner = Planner(
         state.fleet.instances.values(),
         demands,
@@ -57,8 +58,8 @@ def rebalance(state: State) -> None:
         lambda instance, version: (
             state.now - instance.hosted_since.get(version, 0.0) >= state.settings.turn_s
         ),
-        needs_slot=lambda trajectory_id: not state.work.trajectories[trajectory_id].paused,
-        length=lambda trajectory_id: state.work.trajectories[trajectory_id].tokens,
+        needs_slot=lambda trajectory_id: not records[trajectory_id].paused,
+        length=lambda trajectory_id: records[trajectory_id].tokens,
         kv_limit=KV_LOW * state.settings.kv_pressure,
     )
     plan = planner.make()
