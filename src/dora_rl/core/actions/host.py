@@ -5,22 +5,25 @@ ran continues: by migration, from host memory, or from a saved prefix elsewhere.
 """
 
 from dora_rl.core.actions.migrate import open_migration, undo_migration
+from dora_rl.core.actions.park import (
+    await_answer,
+    park_trajectories,
+    recall_parked,
+    residents_of,
+    unmoved,
+)
 from dora_rl.core.protocol.commands import (
     Cancel,
     Dismiss,
     Evict,
     Expel,
     Install,
-    Park,
     Sleep,
-    Unpark,
     Wake,
 )
 from dora_rl.core.protocol.types import (
     HostState,
-    Placement,
     SleepState,
-    TrajectoryId,
     TrajectoryState,
     Version,
 )
@@ -48,7 +51,7 @@ def convert(
     instance.incoming = incoming
     instance.outgoing = outgoing
     if park and outgoing is not None and instance.residents.get(outgoing):
-        _park(state, instance, _residents(instance, outgoing))
+        park_trajectories(state, instance, residents_of(instance, outgoing))
     install_when_empty(state, instance)
 
 
@@ -93,43 +96,15 @@ def _install(
     state.fleet.set_host(instance, version, INSTALLING)
     instance.hosted_since[version] = state.now
     state.versions.live[version].instances.add(instance.id)
-    _await(state, instance, Wait.INSTALL, state.settings.install_timeout_s)
+    await_answer(state, instance, Wait.INSTALL, state.settings.install_timeout_s)
     state.emit(Install(instance.id, instance.incarnation, version, old, carry))
 
 
 def evict(state: State, instance: Instance, version: Version) -> None:
     """Drop a version that nothing here runs on."""
     state.fleet.set_host(instance, version, EVICTING)
-    _await(state, instance, Wait.INSTALL, state.settings.install_timeout_s)
+    await_answer(state, instance, Wait.INSTALL, state.settings.install_timeout_s)
     state.emit(Evict(instance.id, instance.incarnation, version))
-
-
-def _residents(instance: Instance, version: Version) -> list[TrajectoryId]:
-    return sorted(instance.residents.get(version, ()))
-
-
-def unmoved(state: State, instance: Instance) -> list[TrajectoryId]:
-    """What runs on an instance and is not on its way to another."""
-    records = state.work.trajectories
-    return [
-        t
-        for version in sorted(instance.residents)
-        for t in _residents(instance, version)
-        if records[t].migration is None
-    ]
-
-
-def _park(state: State, instance: Instance, trajectories: list[TrajectoryId]) -> None:
-    instance.parking = True
-    _await(state, instance, Wait.PARKING, state.settings.migration_timeout_s)
-    records = state.work.trajectories
-    placements = tuple(Placement(t, records[t].fence) for t in trajectories)
-    state.emit(Park(instance.id, instance.incarnation, placements))
-
-
-def _await(state: State, instance: Instance, wait: Wait, seconds: float) -> None:
-    instance.ticket = state.fence()
-    state.timers.set(state.now + seconds, wait, instance.id, instance.ticket)
 
 
 def repeat(state: State, instance: Instance, reason: str) -> None:
@@ -140,11 +115,11 @@ def repeat(state: State, instance: Instance, reason: str) -> None:
         return
     state.counters["repeated_installs"] += 1
     if instance.sleep is DRAINING and instance.parking:
-        _park(state, instance, unmoved(state, instance))
+        park_trajectories(state, instance, unmoved(state, instance))
         return
     if instance.parking:
         assert instance.outgoing is not None
-        _park(state, instance, _residents(instance, instance.outgoing))
+        park_trajectories(state, instance, residents_of(instance, instance.outgoing))
         return
     for version, host in sorted(instance.hosts.items()):
         if host is INSTALLING:
@@ -188,44 +163,6 @@ def _rebind_residents(state: State, instance: Instance, old: Version, new: Versi
         state.work.rebind(state.work.trajectories[trajectory], new)
     if moved:
         instance.residents.setdefault(new, set()).update(moved)
-
-
-def recall_parked(state: State, version: Version) -> None:
-    """Bring parked work of a version back, where it lies or where the version is served."""
-    if state.work.num_parked:
-        for instance in state.fleet.instances.values():
-            _recall(state, instance, version)
-
-
-def recall_from_lent(state: State, version: Version) -> None:
-    """The same for what an instance left behind whose devices have changed roles."""
-    if state.work.num_parked:
-        for name in sorted(state.fleet.elastic | state.fleet.lent):
-            _recall(state, state.fleet.instances[name], version)
-
-
-def _recall(state: State, instance: Instance, version: Version) -> None:
-    parked = instance.parked.get(version)
-    if not parked:
-        return
-    here = sorted(t for t in parked if state.work.trajectories[t].migration is None)
-    if instance.serves(version):
-        _unpark(state, instance, version, here)
-        return
-    target = state.fleet.emptiest(version)
-    if target is not None and here:
-        open_migration(state, instance, target, version, here[: target.free])
-
-
-def _unpark(state: State, instance: Instance, version: Version, parked: list[int]) -> None:
-    placements = []
-    for trajectory_id in parked:
-        trajectory = state.work.trajectories[trajectory_id]
-        state.work.unpark(trajectory, state.now)
-        state.fleet.unpark(instance, version, trajectory_id)
-        placements.append(Placement(trajectory_id, trajectory.fence))
-    if placements:
-        state.emit(Unpark(instance.id, instance.incarnation, tuple(placements)))
 
 
 def let_go(state: State, instance: Instance) -> None:
@@ -323,7 +260,7 @@ def drain(state: State, instance: Instance) -> None:
         return
     left = unmoved(state, instance)
     if left:
-        _park(state, instance, left)
+        park_trajectories(state, instance, left)
     elif not instance.residents and not instance.reserved:
         instance.incoming = instance.outgoing = None
         for version in sorted(instance.hosts):
@@ -370,7 +307,7 @@ def woke(state: State, instance: Instance) -> None:
 
 def send_switch(state: State, instance: Instance) -> None:
     """Ask for the change of roles that is under way; repeated as it is if it was not answered."""
-    _await(state, instance, Wait.SWITCH, state.settings.install_timeout_s)
+    await_answer(state, instance, Wait.SWITCH, state.settings.install_timeout_s)
     kind = Wake if instance.sleep is SleepState.WAKING else Sleep
     state.emit(kind(instance.id, instance.incarnation))
 

@@ -2,7 +2,7 @@
 
 import heapq
 
-from dora_rl.core.actions import host
+from dora_rl.core.actions.park import recall_from_lent
 from dora_rl.core.protocol.commands import Start
 from dora_rl.core.protocol.types import TrajectoryState, Version
 from dora_rl.core.state.run import State
@@ -14,7 +14,7 @@ def place(state: State) -> None:
     """Start waiting trajectories on the emptiest instances of their versions."""
     for version in sorted(state.unplaced):
         if state.lending is not None:
-            host.recall_from_lent(state, version)  # what had begun comes first
+            recall_from_lent(state, version)  # what had begun comes first
         heap = state.work.waiting.get(version)
         if heap:
             _place_version(state, version, heap)

@@ -6,6 +6,7 @@ that joins, leaves or dies. `partitioning` plans; here the plan is carried out.
 
 from dora_rl.core.actions import host
 from dora_rl.core.actions.migrate import open_migration
+from dora_rl.core.actions.park import recall_parked
 from dora_rl.core.actions.supply import admit
 from dora_rl.core.policy.partitioning import Demand, Economy, Planner, even_out
 from dora_rl.core.protocol.types import SleepState, Version
@@ -76,7 +77,7 @@ def rebalance(state: State) -> None:
             _hurry(state, demand.version)
         elif state.settings.fill_older and demand.version != state.versions.newest:
             _fill(state, demand)
-        host.recall_parked(state, demand.version)
+        recall_parked(state, demand.version)
 
 
 def _demands(state: State) -> list[Demand]:
