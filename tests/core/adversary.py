@@ -92,13 +92,14 @@ class Adversary:
         kv: int = 10_000,
         version_slots: int = 1,
         elastic: bool = False,
+        lendable: bool = True,
     ) -> None:
         if name in self.engines:
             return
         incarnation = self.incarnations.get(name, -1) + 1
         self.incarnations[name] = incarnation
         self.engines[name] = Engine(incarnation, elastic, asleep=elastic)
-        self.send(ev.InstanceJoined(name, incarnation, slots, kv, version_slots, elastic))
+        self.send(ev.InstanceJoined(name, incarnation, slots, kv, version_slots, elastic, lendable))
 
     def crash(self, name: int, *, noticed: bool = True) -> None:
         engine = self.engines.pop(name, None)

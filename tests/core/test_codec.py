@@ -283,14 +283,15 @@ def test_a_command_is_no_event() -> None:
 
 def test_what_does_not_use_a_new_field_is_written_as_before() -> None:
     assert encode_event(e.InstanceJoined(1, 0, 8, 1000)) == ["InstanceJoined", 1, 0, 8, 1000, 1]
-    assert encode_event(e.InstanceJoined(1, 0, 8, 1000, elastic=True))[-1] is True
+    assert encode_event(e.InstanceJoined(1, 0, 8, 1000, elastic=True))[-2:] == [1, True]
+    assert encode_event(e.InstanceJoined(1, 0, 8, 1000, lendable=False))[-2:] == [False, False]
     assert "elastic" not in encode(Settings())
     assert encode(Settings(elastic="both"))["elastic"] == "both"
 
 
 def test_what_was_written_without_a_new_field_has_its_default() -> None:
     assert decode_event(["InstanceJoined", 1, 0, 8, 1000, 1]) == e.InstanceJoined(1, 0, 8, 1000)
-    with pytest.raises(JournalError, match="expected 6 fields, got 4"):
+    with pytest.raises(JournalError, match="expected 7 fields, got 4"):
         decode_event(["InstanceJoined", 1, 0, 8, 1000])
     old = encode(Settings(group_size=3))
     assert decode(Settings, old) == Settings(group_size=3)

@@ -235,3 +235,25 @@ def test_loans_happen_in_storms_and_every_promise_holds(elastic: Elastic) -> Non
         steps = world.core.state.trainer.step + 1
         assert counters["loans_to_rollout"] <= steps and counters["loans_to_training"] <= steps
     assert woken > 0
+
+
+def test_only_devices_that_training_can_use_are_lent_to_it() -> None:
+    """Such as those of the trainer's own node."""
+    asleep: set[int] = set()
+    for seed in range(12):
+        settings = Settings(
+            groups_per_step=2,
+            group_size=1,
+            elastic=Elastic.BOTH,
+            elastic_gain=1.0,
+            switch_estimate_s=0.0,
+            heartbeat_timeout_s=1e6,
+        )
+        world = Adversary(settings, lambda *_: None)
+        for name in range(4):
+            world.join(name, slots=3, lendable=name < 2)
+        for _ in range(20):
+            stir(world, random.Random(f"{seed}"), 40, faults=False)
+        said = [c for _, _, commands in world.log for c in commands]
+        asleep |= {c.instance for c in said if isinstance(c, cm.Sleep)}
+    assert asleep and asleep <= {0, 1}

@@ -31,9 +31,19 @@ REFUSED: dict[str, tuple[dict[str, dict[str, Any]], list[str]]] = {
         {"runtime": {"elastic_instances": 2}},
         ["runtime.elastic_instances", "`2`", "orchestration.elastic"],
     ),
-    "roles that change on Ray": (
-        {"runtime": {"kind": "ray"}, "orchestration": {"elastic": "rollout"}},
-        ["orchestration.elastic", "`rollout`", "runtime.kind=local"],
+    "roles that change without devices": (
+        {
+            "runtime": {"kind": "ray", "ray": {"trainer": {"cpus": 0}}},
+            "orchestration": {"elastic": "rollout"},
+        },
+        ["orchestration.elastic", "`runtime.ray.trainer.cpus = 0`", "`off`"],
+    ),
+    "roles that change on a node's GPU": (
+        {
+            "runtime": {"kind": "ray", "ray": {"trainer": {"gpus": 1}}},
+            "orchestration": {"elastic": "rollout"},
+        },
+        ["orchestration.elastic", "`rollout`", "GPU"],
     ),
     "roles that change on a GPU": (
         {"train": {"device": "cuda"}, "orchestration": {"elastic": "both"}},
@@ -294,3 +304,20 @@ def test_elastic_instances_share_the_trainers_threads() -> None:
     )
     assert made.threads(cores=8) == Threads(rollout=2, train=4)
     assert made.elastic_threads(cores=8) == 2
+
+
+@pytest.mark.parametrize(("instances", "expected"), [(1, 8), (2, 8), (3, 4), (4, 4), (16, 1)])
+def test_on_a_cluster_they_share_those_of_one_training_process(
+    instances: int, expected: int
+) -> None:
+    """Its processes may be on several nodes."""
+    made = config(
+        orchestration={"elastic": "both"},
+        train={"processes": 2},
+        runtime={
+            "kind": "ray",
+            "elastic_instances": instances,
+            "ray": {"trainer": {"cpus": 8}},
+        },
+    )
+    assert made.elastic_threads() == expected

@@ -299,16 +299,22 @@ class RunConfig(ConfigModel):
                     f"runtime.elastic_instances needs orchestration.elastic: `{count}`. "
                     "Set that to `rollout` or `both`."
                 )
-        elif self.runtime.kind == "ray":
-            raise ValueError(
-                f"orchestration.elastic must be `off` where runtime.kind is `ray`: `{elastic}`. "
-                "Roles change on the cores of one machine only: runtime.kind=local."
-            )
-        elif self.rollout.device.startswith("cuda") or self.train.device.startswith("cuda"):
+        elif self._uses_gpus:
             raise ValueError(
                 f"orchestration.elastic must be `off` with a GPU: `{elastic}`. Nothing moves the "
                 "trainer's memory off a device yet; cores can be lent."
             )
+        elif self.runtime.kind == "ray" and not self.runtime.ray.trainer.bundle:
+            raise ValueError(
+                "orchestration.elastic needs devices that the trainer can lend: "
+                "`runtime.ray.trainer.cpus = 0`. Give it cpus, or set elastic to `off`."
+            )
+
+    @property
+    def _uses_gpus(self) -> bool:
+        devices = (self.rollout.device, self.train.device)
+        on_nodes = self.runtime.ray.trainer.gpus if self.runtime.kind == "ray" else 0
+        return bool(on_nodes) or any(device.startswith("cuda") for device in devices)
 
     @property
     def elastic_instances(self) -> int:
@@ -414,9 +420,11 @@ class RunConfig(ConfigModel):
         return Threads(rollout, train)
 
     def elastic_threads(self, cores: int | None = None) -> int:
-        """Of each instance on the trainer's cores."""
-        train = self.threads(cores).train * self.train.processes
-        return max(1, train // max(1, self.elastic_instances))
+        """Of each instance on the trainer's cores; on Ray, on those of one training process."""
+        train, processes = self.threads(cores).train, self.train.processes
+        if self.runtime.kind == "ray":
+            return max(1, train // -(-max(1, self.elastic_instances) // processes))
+        return max(1, train * processes // max(1, self.elastic_instances))
 
     def _threads_on_nodes(self, runtime: RuntimeSettings) -> Threads:
         """As many as a worker has CPUs of its node."""

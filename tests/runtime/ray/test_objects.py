@@ -21,6 +21,7 @@ from dora_rl.transports.objects.link import ObjectLink
 from dora_rl.transports.weights.settings import WeightTransportSettings
 from tests.runtime.harness import assert_sound, run
 from tests.runtime.test_local import LOCAL, by
+from tests.runtime.test_local import nobody_is_left_behind as nobody_is_left_behind
 from tests.transports.weights import test_contract as contract
 from tests.transports.weights.harness import Harness, arrived
 from tests.transports.weights.sender import policy

@@ -173,6 +173,7 @@ def _spare(state: State) -> list[Instance]:
 def _may_go(instance: Instance) -> bool:
     return (
         instance.available
+        and instance.lendable
         and not instance.elastic
         and instance.settled
         and not instance.ticket

@@ -42,6 +42,7 @@ def instance_joined(state: State, event: InstanceJoined) -> None:
         heard_at=state.now,
         checked_at=state.now,
         elastic=event.elastic,
+        lendable=event.lendable,
         sleep=SleepState.ASLEEP if event.elastic else SleepState.AWAKE,
     )
     fleet.join(instance)

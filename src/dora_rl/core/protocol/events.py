@@ -38,7 +38,8 @@ class PromptsAvailable:
 class InstanceJoined:
     """An instance is up and empty. Every start of the process is a higher incarnation.
 
-    The devices of an `elastic` one are the trainer's: it joins asleep.
+    The devices of an `elastic` one are the trainer's: it joins asleep. The trainer can use those
+    of a `lendable` one: they are of the same machine, say.
     """
 
     instance: InstanceId
@@ -47,6 +48,7 @@ class InstanceJoined:
     kv_capacity_tokens: int
     version_slots: int = 1
     elastic: bool = field(default=False, metadata=ADDED)
+    lendable: bool = field(default=True, metadata=ADDED)
 
 
 @message

@@ -49,6 +49,7 @@ class Instance:
     attempts: int = 0  # at what it was asked last
     checked_at: float = 0.0  # when stuck trajectories were last looked for
     elastic: bool = field(default=False, metadata=ADDED)  # its devices are the trainer's
+    lendable: bool = field(default=True, metadata=ADDED)  # training can use its devices
     sleep: SleepState = field(default=SleepState.AWAKE, metadata=ADDED)
     switching_since: float = field(default=0.0, metadata=ADDED)  # the last change of `sleep` asked
     load: int = field(default=0, metadata=DERIVED)  # slots in use or promised

@@ -196,6 +196,11 @@ class Reported(_Message, frozen=True, tag=True):
         return decode_event(self.encoded)
 
 
+def reports(message: Any, kind: type[Event]) -> bool:
+    """Whether it is an event of this kind, without decoding it."""
+    return isinstance(message, Reported) and bool(message.encoded[0] == kind.__name__)
+
+
 class Finished(_Message, frozen=True, tag=True):
     """A trajectory is whole, and in the transport."""
 

@@ -12,10 +12,12 @@ import os
 import selectors
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
+from dataclasses import replace
+from typing import Any, Generic, Literal
 
 from dora_rl.core.protocol.errors import UserError
-from dora_rl.core.protocol.events import InstanceLeaving, InstanceSlept
+from dora_rl.core.protocol.events import InstanceJoined, InstanceLeaving, InstanceSlept
+from dora_rl.core.protocol.settings import Elastic
 from dora_rl.core.protocol.types import InstanceId, SleepState
 from dora_rl.core.state.run import TrainerPhase
 from dora_rl.engines.registry import own_interpreter
@@ -35,6 +37,7 @@ from dora_rl.runtime.control.memory import Watch
 from dora_rl.runtime.control.services import Scorer
 from dora_rl.runtime.control.task_workers import TaskWorkers
 from dora_rl.runtime.launchers.base import Runtime
+from dora_rl.runtime.launchers.handle import H, Receive
 from dora_rl.runtime.launchers.local.site import Site
 from dora_rl.runtime.launchers.wall_time import WallTime
 from dora_rl.runtime.records.run_files import Ending, RunFiles
@@ -43,22 +46,6 @@ from dora_rl.transports.kv import KvControl
 
 _log = logging.getLogger(__name__)
 _LONGEST_WAIT_S = 0.5  # so that an interrupt is noticed soon
-
-
-class Handle(Protocol):
-    """One process of a worker, as its launcher knows it."""
-
-    @property
-    def waiting(self) -> bool:
-        """Whether it has not begun, for want of resources."""
-
-    def kill(self) -> None:
-        """End it at once, with whatever it has started; its death is reported later."""
-
-
-H = TypeVar("H", bound=Handle)
-Receive: TypeAlias = Callable[[H, Any], None]
-"""Takes a message that a process has sent."""
 
 
 class WallClockRuntime(Runtime, Generic[H]):
@@ -91,10 +78,8 @@ class WallClockRuntime(Runtime, Generic[H]):
         )
         plan = files.plan
         self._site = Site(str(plan.model.resolve()), str(plan.out.resolve()), os.getpid())
-        rollout_settings = files.config.rollout
-        self._interpreter = own_interpreter(
-            rollout_settings.engine, rollout_settings.engine_options, rollout_settings.device
-        )
+        engine = files.config.rollout
+        self._interpreter = own_interpreter(engine.engine, engine.engine_options, engine.device)
         self._selector = selectors.DefaultSelector()
         self._processes: dict[Worker, H] = {}
         self._roles: dict[H, Worker] = {}  # of those very processes
@@ -217,12 +202,21 @@ class WallClockRuntime(Runtime, Generic[H]):
             instance = ELASTIC_INSTANCES + number
             self.start_worker(rollout(instance), fleet.ended.get(instance, -1) + 1)
 
-    def _lend_cores(self, event: InstanceSlept) -> None:
+    def _can_lend(self, process: H) -> bool:
+        """Whether the trainer could use the cores of this rollout worker while that sleeps."""
+        return self._config.train.processes == 1
+
+    def _joined(self, process: H, event: InstanceJoined) -> ms.Reported:
+        """What the core is told: where an instance is, its worker does not know."""
+        wanted = self._config.orchestration.elastic is Elastic.BOTH and not event.elastic
+        lendable = not wanted or self._can_lend(process)
+        return ms.Reported.of(replace(event, lendable=lendable))
+
+    def _lend_cores(self) -> None:
         """The trainer has the cores of instances that sleep, until its step is taken."""
         state = self._files.orchestrator.state
-        if is_elastic(event.instance) or self._config.train.processes > 1:
-            return
-        asleep = sum(i.sleep is SleepState.ASLEEP for i in state.fleet.helping())
+        helping = [i.id for i in state.fleet.helping() if i.sleep is SleepState.ASLEEP]
+        asleep = sum(self._can_lend(self._processes[rollout(name)]) for name in helping)
         if asleep and state.trainer.phase is TrainerPhase.TRAINING:
             threads = self._config.threads()
             self.to_trainer(ms.LendThreads(threads.train + asleep * threads.rollout))
@@ -248,10 +242,9 @@ class WallClockRuntime(Runtime, Generic[H]):
 
         So a node that is preempted with notice loses nothing that could be moved in time.
         """
-        decisions = self.supervisor.told_to_go(worker, why)
-        if decisions:
+        if decisions := self.supervisor.told_to_go(worker, why):
             _log.info("%s is told to go: %s", worker, why)
-        self._obey(decisions)
+            self._obey(decisions)
 
     def drain_worker(self, worker: Worker) -> None:
         match worker.role:
@@ -355,9 +348,11 @@ class WallClockRuntime(Runtime, Generic[H]):
                 self._from_trainer(message)
             case Role.ROLLOUT:
                 assert worker.instance is not None
+                if ms.reports(message, InstanceJoined):
+                    message = self._joined(process, message.event)
                 self._from_rollout(worker.instance, message)
-                if isinstance(message, ms.Reported) and isinstance(message.event, InstanceSlept):
-                    self._lend_cores(message.event)
+                if ms.reports(message, InstanceSlept):
+                    self._lend_cores()
             case Role.EVALUATOR:
                 self._from_rollout(EVALUATOR_INSTANCE, message)
 

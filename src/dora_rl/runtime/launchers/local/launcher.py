@@ -9,14 +9,14 @@ from typing import TypeAlias
 from dora_rl.runtime.control import messages as ms
 from dora_rl.runtime.control.decisions import Death, Role, Worker
 from dora_rl.runtime.control.memory import Watch
-from dora_rl.runtime.launchers import wall_clock
+from dora_rl.runtime.launchers import handle
 from dora_rl.runtime.launchers.local.channel import Gone
 from dora_rl.runtime.launchers.local.forkserver_client import worker_fork
 from dora_rl.runtime.launchers.local.processes import WorkerProcess
 from dora_rl.runtime.launchers.wall_clock import WallClockRuntime
 from dora_rl.runtime.records.run_files import RunFiles
 
-Receive: TypeAlias = wall_clock.Receive[WorkerProcess]
+Receive: TypeAlias = handle.Receive[WorkerProcess]
 
 
 class LocalRuntime(WallClockRuntime[WorkerProcess]):

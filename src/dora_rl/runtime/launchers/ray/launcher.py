@@ -2,6 +2,7 @@
 
 An instance that finds no room waits for it, and is no worker until then: a node that is added gets
 the instances that a node took along. The trainer comes first: if it waits, an instance makes room.
+Elastic instances are in the trainer's placement group, wherever that is, and follow it.
 """
 
 import os
@@ -17,7 +18,14 @@ from ray.exceptions import RayError
 
 from dora_rl.core.protocol.errors import UserError
 from dora_rl.runtime.control import messages as ms
-from dora_rl.runtime.control.decisions import EVALUATOR, TRAINER, Death, Role, Worker
+from dora_rl.runtime.control.decisions import (
+    ELASTIC_INSTANCES,
+    TRAINER,
+    Death,
+    Role,
+    Worker,
+    is_elastic,
+)
 from dora_rl.runtime.control.memory import Watch
 from dora_rl.runtime.launchers.local.processes import Exit
 from dora_rl.runtime.launchers.ray.actor import Order
@@ -28,6 +36,7 @@ from dora_rl.runtime.launchers.ray.introductions import (
     uses_objects,
     with_transports,
 )
+from dora_rl.runtime.launchers.ray.placement import Placement
 from dora_rl.runtime.launchers.ray.ranks import TOKEN, Group
 from dora_rl.runtime.launchers.ray.remote_worker import CallQueue, Ears, RemoteWorker
 from dora_rl.runtime.launchers.ray.rewards import RemoteScorer, order_of
@@ -56,6 +65,8 @@ class RayRuntime(WallClockRuntime[RemoteWorker]):
         self._introductions = introductions
         self._node = ""
         self._yielded_at = 0.0
+        self._trainer_room: Placement | None = None  # of its last incarnation
+        self._postponed: dict[Worker, int] = {}  # elastic instances, until the trainer has moved
         self._ears = Ears(
             started=self._started,
             refused=self._refused,
@@ -78,6 +89,7 @@ class RayRuntime(WallClockRuntime[RemoteWorker]):
     def _turn(self) -> None:
         super()._turn()
         self._make_room()
+        self._follow_trainer()
         if self._scorer is not None:
             self._scorer.check()
 
@@ -94,12 +106,6 @@ class RayRuntime(WallClockRuntime[RemoteWorker]):
             self._scorer.close()
 
     def _spawn(self, worker: Worker, setup: ms.Setup, log: str) -> RemoteWorker:
-        settings = self._config.runtime.ray
-        resources = {
-            Role.TRAINER: settings.trainer,
-            Role.ROLLOUT: settings.rollout,
-            Role.EVALUATOR: settings.evaluator,
-        }[worker.role]
         path = str(self._files.plan.out.resolve() / "logs" / f"{log}.log")
         interpreter = None if worker.role is Role.TRAINER else self._interpreter
         own: dict[str, Any] = {}
@@ -107,12 +113,9 @@ class RayRuntime(WallClockRuntime[RemoteWorker]):
             own = {"python": str(interpreter.python), "python_variables": interpreter.variables}
         ranks = None
         shared = _shared_variables()
-        if worker.role is Role.TRAINER and self._config.train.processes > 1:
-            if self._over_nodes:
-                ranks = self._group(setup.threads, path, shared)
-                shared[TOKEN] = ranks.token
-            elif self._config.train.rendezvous is None:  # rank 0 starts the others beside itself
-                resources = resources.times(self._config.train.processes)
+        if worker.role is Role.TRAINER and self._config.train.processes > 1 and self._over_nodes:
+            ranks = self._group(setup.threads, path, shared)
+            shared[TOKEN] = ranks.token
         order = Order(
             name=str(worker),
             setup=ms.encode(setup),
@@ -123,15 +126,42 @@ class RayRuntime(WallClockRuntime[RemoteWorker]):
             objects=worker.role is not Role.TRAINER and uses_objects(self._config),
             **own,
         )
+        placement, bundle = self._place(worker, 1 if ranks is None else ranks.size)
         return RemoteWorker(
             order,
-            resources,
+            placement,
             self._calls,
             self._ears,
             title=f"{worker}, incarnation {setup.incarnation}",
-            py_executable=settings.py_executable,
+            py_executable=self._config.runtime.ray.py_executable,
             ranks=ranks,
+            guest_in=bundle,
         )
+
+    def _place(self, worker: Worker, bundles: int) -> tuple[Placement, int | None]:
+        """The group for a worker, and for a guest of the trainer's the number of its bundle."""
+        settings = self._config.runtime.ray
+        match worker.role:
+            case Role.TRAINER:
+                return self._place_trainer(bundles), None
+            case Role.ROLLOUT if _elastic(worker):
+                assert self._trainer_room is not None and worker.instance is not None
+                number = worker.instance - ELASTIC_INSTANCES
+                return self._trainer_room, number % self._trainer_room.bundles
+            case Role.ROLLOUT:
+                return Placement(settings.rollout), None
+            case Role.EVALUATOR:
+                return Placement(settings.evaluator), None
+
+    def _place_trainer(self, bundles: int) -> Placement:
+        """Where its last incarnation was, if guests are there; or else where there is room."""
+        if self._trainer_room is None or not self._trainer_room.takes_another:
+            resources = self._config.runtime.ray.trainer
+            if bundles == 1 and self._config.train.rendezvous is None:
+                # Rank 0 starts the others beside itself.
+                resources = resources.times(self._config.train.processes)
+            self._trainer_room = Placement(resources, bundles)
+        return self._trainer_room
 
     @property
     def _over_nodes(self) -> bool:
@@ -170,12 +200,51 @@ class RayRuntime(WallClockRuntime[RemoteWorker]):
         self._died(process, Death(why, own_error=ended.failed))
 
     def _lost(self, process: RemoteWorker, why: str, own_error: bool) -> None:
+        if self._worker(process) == TRAINER:
+            process.placement.condemned = True  # its node may be lost, and Ray not know it yet
         if process.waiting:
             self._started(process)  # one that never was has died as well
         self._died(process, Death(why, own_error=own_error))
 
+    # Instances on the trainer's devices
+
+    def start_worker(self, worker: Worker, incarnation: int) -> None:
+        room = self._trainer_room
+        if _elastic(worker) and (room is None or room.condemned):
+            self._postponed[worker] = incarnation
+        else:
+            super().start_worker(worker, incarnation)
+
+    def _follow_trainer(self) -> None:
+        """What generates on devices that the trainer has left hands its work over, and moves."""
+        room = self._trainer_room
+        if room is None or room.condemned:
+            return
+        postponed, self._postponed = self._postponed, {}
+        for worker, incarnation in postponed.items():
+            self.start_worker(worker, incarnation)
+        for worker, process in list(self._processes.items()):
+            if not _elastic(worker) or process.over or process.placement is room:
+                continue
+            if process.waiting:  # it was no worker yet
+                process.close()
+                self.start_worker(worker, self._incarnations[worker] + 1)
+            else:
+                self.told_to_go(worker, "the trainer has other devices now")
+
+    def _can_lend(self, process: RemoteWorker) -> bool:
+        """The trainer can use cores of its own node alone."""
+        trainer = self._processes.get(TRAINER)
+        beside = trainer is not None and process.node == trainer.node
+        return beside and super()._can_lend(process)
+
+    # Nodes
+
     def _drained(self, nodes: Collection[str]) -> None:
         """Nodes that are about to go; they take no new workers, by Ray."""
+        trainer = self._processes.get(TRAINER)
+        if trainer is not None and trainer.is_on(nodes):
+            trainer.placement.condemned = True
         for worker, process in list(self._processes.items()):
             if process.is_on(nodes):
                 self.told_to_go(worker, "its node is drained")
@@ -190,10 +259,11 @@ class RayRuntime(WallClockRuntime[RemoteWorker]):
         if now < max(trainer.since, self._yielded_at) + _YIELD_S:
             return
         self._yielded_at = now
-        if not trainer.lacks_room():
+        if not trainer.placement.lacks_room:
             return
         for worker, process in reversed(self._processes.items()):
-            if worker not in (TRAINER, EVALUATOR) and not process.waiting:
+            guest = process.placement is trainer.placement
+            if worker.role is Role.ROLLOUT and not guest and not process.waiting:
                 process.kill()
                 return
 
@@ -208,6 +278,10 @@ class RayRuntime(WallClockRuntime[RemoteWorker]):
                 ray.wait(answers, num_returns=len(answers), timeout=_END_S)
         for process in processes:
             process.close()
+
+
+def _elastic(worker: Worker) -> bool:
+    return worker.instance is not None and is_elastic(worker.instance)
 
 
 def _shared_variables() -> dict[str, str]:

@@ -20,20 +20,14 @@ from typing import Any
 import msgspec
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import (
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dora_rl.framing import frame
 from dora_rl.runtime.control import messages as ms
 from dora_rl.runtime.launchers.local.channel import decoded, stream
 from dora_rl.runtime.launchers.local.processes import Exit
 from dora_rl.runtime.launchers.ray.actor import GROUPS, Order, Started, WorkerActor
+from dora_rl.runtime.launchers.ray.placement import Placement
 from dora_rl.runtime.launchers.ray.ranks import Followers, Group
-from dora_rl.runtime.launchers.ray.settings import CPU, GPU, Resources
 
 _COLLECT_S = 30.0  # of one call that hears nothing
 _DEAF_S = 5.0  # for an actor to end its process; then Ray ends the actor
@@ -91,16 +85,21 @@ class RemoteWorker:
     def __init__(
         self,
         order: Order,
-        resources: Resources,
+        placement: Placement,
         calls: CallQueue,
         ears: Ears,
         *,
         title: str,
         py_executable: str | None,
         ranks: Group | None = None,
+        guest_in: int | None = None,
     ) -> None:
-        """With `ranks`, it is the first of a trainer's; the resources are those of each."""
+        """With `ranks`, it is the first of a trainer's, each of which has a bundle.
+
+        `guest_in` is the bundle of a guest in the group of another.
+        """
         self.name = order.name
+        self.placement = placement
         self.waiting = True
         self.since = time.monotonic()
         self.node: str | None = None
@@ -112,8 +111,13 @@ class RemoteWorker:
         self._unsent: list[bytes] = []
         self._peers: dict[str, Any] = {}  # to introduce with what is unsent
         self._delivering = False
-        bundles = 1 if ranks is None else ranks.size
-        self._group, make_actor = placed(resources, title, py_executable, bundles)
+        placement.enter(self)
+
+        def make_actor(kind: type, rank: int) -> Any:
+            name = title if rank == 0 else f"{title}, rank {rank}"
+            bundle, guest = (rank, False) if guest_in is None else (guest_in, True)
+            return placement.make_actor(kind, GROUPS, name, py_executable, bundle, guest=guest)
+
         self._followers: Followers | None = None
         if ranks is not None:
             self._followers = Followers(ranks, make_actor, self._ask, self._rank_lost)
@@ -125,11 +129,10 @@ class RemoteWorker:
         others = set() if self._followers is None else self._followers.nodes
         return self.node in nodes or not others.isdisjoint(nodes)
 
-    def lacks_room(self) -> bool:
-        """Whether no node has room for it; asks the cluster."""
-        if not self.waiting or self._group is None:
-            return False
-        return bool(placement_group_table(self._group)["state"] == "PENDING")
+    @property
+    def over(self) -> bool:
+        """Whether its death was reported, or will be of no interest."""
+        return self._over
 
     @property
     def actor(self) -> Any:
@@ -164,9 +167,7 @@ class RemoteWorker:
             self._followers.close()
         with suppress(RayError, ValueError, RuntimeError):
             ray.kill(self._actor)
-        if self._group is not None:
-            with suppress(RayError, ValueError, RuntimeError):
-                remove_placement_group(self._group)
+        self.placement.leave(self)
 
     # Calls to the actor
 
@@ -235,37 +236,6 @@ class RemoteWorker:
         self.close()
         own_error = not isinstance(error, ray.exceptions.RayActorError)
         self._ears.lost(self, f"{self.name} is lost: {last_line(error)}", own_error)
-
-
-def placed(
-    resources: Resources, title: str, py_executable: str | None, bundles: int = 1
-) -> tuple[Any, Callable[[type, int], Any]]:
-    """A placement group, which a need for nothing does not have, and what makes actors in it.
-
-    An actor waits for the group, and has one of the bundles, by number. It is never restarted by
-    Ray: the supervisor replaces it, under a new incarnation.
-    """
-    bundle, group = resources.bundle, None
-    options: dict[str, Any] = {
-        "num_cpus": bundle.get(CPU, 0),
-        "num_gpus": bundle.get(GPU, 0),
-        "resources": resources.custom,
-        "max_restarts": 0,
-        "max_task_retries": 0,
-    }
-    if bundle:
-        group = placement_group([bundle] * bundles, strategy="PACK")
-    if py_executable is not None:
-        options["runtime_env"] = {"py_executable": py_executable}
-    remote: Any = ray.remote  # its types know no concurrency groups
-
-    def make_actor(kind: type, number: int) -> Any:
-        name = title if number == 0 else f"{title}, rank {number}"
-        where = None if group is None else PlacementGroupSchedulingStrategy(group, number)
-        actor = remote(concurrency_groups=GROUPS)(kind)
-        return actor.options(name=name, scheduling_strategy=where, **options).remote()
-
-    return group, make_actor
 
 
 def last_line(error: Exception) -> str:

@@ -24,11 +24,12 @@ from typing import Any
 import msgspec
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import remove_placement_group
 
 from dora_rl.core.protocol.errors import UserError
 from dora_rl.runtime.errors import RunFailed
-from dora_rl.runtime.launchers.ray.remote_worker import CallQueue, last_line, placed
+from dora_rl.runtime.launchers.ray.actor import GROUPS
+from dora_rl.runtime.launchers.ray.placement import Placement
+from dora_rl.runtime.launchers.ray.remote_worker import CallQueue, last_line
 from dora_rl.runtime.launchers.ray.settings import RewardWorkers
 from dora_rl.sandbox.protocol import UserFunction
 from dora_rl.tasks.scores import Outcome, ScoreJob, ScorePool, encode_job
@@ -117,7 +118,7 @@ class _Job:
 class _Worker:
     """One actor, from its request for room until it is lost."""
 
-    group: Any
+    placement: Placement
     actor: Any
     node: str | None = None  # once it serves
     leaving: bool = False
@@ -126,9 +127,7 @@ class _Worker:
     def close(self) -> None:
         with suppress(RayError, ValueError, RuntimeError):
             ray.kill(self.actor)
-        if self.group is not None:
-            with suppress(RayError, ValueError, RuntimeError):
-                remove_placement_group(self.group)
+        self.placement.leave(self)
 
 
 class RemoteScorer:
@@ -196,8 +195,10 @@ class RemoteScorer:
     def _start_one(self) -> None:
         self._number += 1
         title = f"reward worker {self._number}"
-        group, make_actor = placed(self._settings, title, self._py_executable)
-        worker = _Worker(group, make_actor(RewardActor, 0))
+        placement = Placement(self._settings)
+        actor = placement.make_actor(RewardActor, GROUPS, title, self._py_executable)
+        worker = _Worker(placement, actor)
+        placement.enter(worker)
         self._workers.append(worker)
         self._ask(worker, worker.actor.start.remote(self._order), self._started)
 
