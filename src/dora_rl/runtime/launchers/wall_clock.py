@@ -6,7 +6,6 @@ workers by the supervisor. A worker that dies or hangs is replaced: a rollout wo
 the prefixes that it saved, a trainer from the last checkpoint with the steps since.
 """
 
-import gc
 import logging
 import os
 import selectors
@@ -21,6 +20,7 @@ from dora_rl.core.protocol.settings import Elastic
 from dora_rl.core.protocol.types import InstanceId, SleepState
 from dora_rl.core.state.run import TrainerPhase
 from dora_rl.engines.registry import own_interpreter
+from dora_rl.machine.cycle_search import CycleSearch
 from dora_rl.runtime.control import messages as ms
 from dora_rl.runtime.control.decisions import (
     ELASTIC_INSTANCES,
@@ -131,14 +131,12 @@ class WallClockRuntime(Runtime, Generic[H]):
             self._begun = True
             self.scale(self._config.runtime.instances)
             self._start_elastic()
-            # What was imported stays: Python's search for cycles need not look at it every time,
-            # for which all messages would wait.
-            gc.freeze()
-            while not self._done:
-                self._turn()
+            with CycleSearch() as cycles:  # all messages wait for a search
+                while not self._done:
+                    self._turn()
+                    cycles.step()
             return self._checkpointer.ending()
         finally:
-            gc.unfreeze()
             self._end_processes()
             self._task_workers.close()
             self._selector.close()
