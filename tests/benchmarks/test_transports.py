@@ -50,6 +50,7 @@ def test_what_cannot_be_measured_is_refused() -> None:
         ({"receivers": (99,)}, "--receivers must be from 1 to 16: `99`"),
         ({"changed": 1.5}, "--changed must be above 0, and 1 at most: `1.5`"),
         ({"versions": 0}, "--versions must be >= 1: `0`"),
+        ({"case_seconds": 0.0}, "--case-seconds must be > 0: `0`"),
     ):
         with pytest.raises(UserError, match=said):
             Plan(**wrong)  # type: ignore[arg-type]
@@ -63,3 +64,13 @@ def test_a_disk_that_is_too_small_is_told_before_anything_starts(
     monkeypatch.setattr(Plan, "disk_bytes", 1 << 60)
     with pytest.raises(UserError, match=r"GB free, and .* GB are needed. Measure fewer"):
         measure(plan, Reporter())
+
+
+def test_a_case_that_takes_too_long_has_fewer_versions_but_one() -> None:
+    told: list[str] = []
+    plan = Plan(
+        transports=("directory",), parameters=(1,), receivers=(1,), versions=9, case_seconds=1e-9
+    )
+    (found,) = measure(plan, Reporter(lambda line, begins: told.append(line))).cases
+    assert len(found.receive_s) == 1
+    assert any("8 versions are left out" in line for line in told)

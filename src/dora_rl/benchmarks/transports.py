@@ -9,6 +9,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -50,6 +51,8 @@ class Plan:
     receivers: tuple[int, ...] = (1, 4)
     changed: float = 0.02
     versions: int = 3
+    case_seconds: float = 120.0
+    """Versions that a case would begin later than this are left out, but for one."""
 
     def __post_init__(self) -> None:
         if not self.transports:
@@ -67,6 +70,8 @@ class Plan:
             raise UserError(f"--changed must be above 0, and 1 at most: `{self.changed:g}`.")
         if self.versions < 1:
             raise UserError(f"--versions must be >= 1: `{self.versions}`.")
+        if self.case_seconds <= 0:
+            raise UserError(f"--case-seconds must be > 0: `{self.case_seconds:g}`.")
 
     def cases(self) -> "Iterator[Case]":
         """By size and number of receivers, so that what is compared is measured side by side."""
@@ -197,6 +202,7 @@ def _measure(
     case = cases[-1]
     reporter.phase(f"{case.transport}, {case.parameters} M parameters, {case.receivers} receivers")
     sender, *receivers = started[: 1 + case.receivers]
+    late_at = time.monotonic() + plan.case_seconds
     with tempfile.TemporaryDirectory(dir=place) as work:
         ends = {"weights": f"{work}/weights", "settings": TRANSPORTS[case.transport]}
         size = {"parameters": case.parameters * 1_000_000, "changed": plan.changed}
@@ -209,6 +215,9 @@ def _measure(
             else:
                 receiver.ask("load", **ends, cache=f"{work}/{receiver.name}")
         for version in range(plan.versions + 1):
+            if version > 1 and time.monotonic() > late_at:
+                reporter.step(f"{plan.versions + 1 - version} versions are left out")
+                break
             reporter.step(f"version {version} of {plan.versions}")
             if version:
                 sender.ask("change")

@@ -316,6 +316,13 @@ def durability(**options: Any) -> benching.Measurement:
 @click.option(
     "--versions", type=int, default=3, show_default=True, help="Of each case; the median counts."
 )
+@click.option(
+    "--case-seconds",
+    type=float,
+    default=120.0,
+    show_default=True,
+    help="Bound on the versions of a case: those that would begin later are left out.",
+)
 @benching.measured
 def transports(**options: Any) -> benching.Measurement:
     """Seconds and bytes of a version on its way to the engines, by each transport."""

@@ -11,7 +11,7 @@ import gc
 import time
 from collections.abc import Callable
 
-_PIECE_S = 1.0  # between two searches: a piece takes a few milliseconds
+_PIECE_S = 0.25  # between two searches: a piece takes a few milliseconds
 _WHOLE_S = 600.0  # between two of everything: what they stop is less than a thousandth
 
 

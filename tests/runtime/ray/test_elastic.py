@@ -64,7 +64,7 @@ def lending(cluster: Any) -> dict[str, dict[str, Any]]:
     return {
         "orchestration": {
             "groups_per_step": 4,
-            "elastic": "rollout",
+            "elastic": "both",
             "elastic_gain": 1.0,
             "switch_estimate_s": 0.0,
             "install_estimate_s": 0.0,
@@ -147,6 +147,9 @@ def test_a_trainer_that_dies_leaves_the_instance_on_its_devices_alone(
     assert len(raylets) > 1 and len(set(raylets)) == 1
     joined = [e.incarnation for e in events(ended) if isinstance(e, InstanceJoined)]
     assert joined == [0]
+    found = [record.event for record in records(ended.directory)]
+    elsewhere = [e.lendable for e in found if isinstance(e, InstanceJoined) and e.instance == 0]
+    assert elsewhere == [False], "its cores are of another node than the trainer's"
 
 
 def test_a_node_that_dies_while_its_devices_are_lent_loses_nothing(
