@@ -121,13 +121,13 @@ class World:
 
         self.actors: list[Actor] = []
         self.outcomes: dict[str, Outcome] = {}
-        monkeypatch.setattr(rewards, "placed", lambda *_: (None, self._make_actor))
+        monkeypatch.setattr(rewards.Placement, "make_actor", lambda *_: self._make_actor())
         monkeypatch.setattr("ray.kill", lambda actor: None)
         self.calls = CallQueue()
         order = rewards.RewardOrder(rewards=(), options={}, variables={})
         self.scorer = rewards.RemoteScorer(
             order,
-            RewardWorkers(number=2),
+            RewardWorkers(number=2, cpus=0),  # so that there is no placement group
             self.calls,
             lambda *_: None,
             patience_s=0.0,
@@ -135,7 +135,7 @@ class World:
         )
         self.scorer.start()
 
-    def _make_actor(self, kind: type, number: int) -> Actor:
+    def _make_actor(self) -> Actor:
         self.actors.append(Actor())
         return self.actors[-1]
 
