@@ -77,6 +77,13 @@ FAST_PATHS = {
         tried_by="models.native.products:bf16_dots",
         fix="a processor with avx512_bf16, and a C compiler",
     ),
+    "native-training": FastPath(
+        gives="the trainer's norms, attention and gates by kernels compiled for this processor; "
+        "prompts that responses share are computed once",
+        otherwise="they are operations of torch, and every response has its own prompt",
+        tried_by="trainer.native.layers:native_training",
+        fix="a C compiler: cc, gcc or clang, or the one that CC names",
+    ),
     "amx": FastPath(
         gives="bf16 products by the processor's matrix unit",
         otherwise="products by vector instructions",

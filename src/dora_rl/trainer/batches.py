@@ -2,13 +2,14 @@
 
 Flat means one entry a response token (`_T`), sequences one after another. A micro-batch is
 padded on the right: under causal attention no real token sees what stands after it, so no mask
-is needed. Packed instead, its sequences stand in one row, and their lengths keep them apart. The
-last token of a sequence is only predicted, never read.
+is needed. Packed instead, its sequences stand in one row, and their lengths keep them apart. With
+shared prompts they stand in one row, too, and a prompt that several have in common stands there
+once. The last token of a sequence is only predicted, never read.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from dora_rl.core.protocol.types import TrajectoryId, Version
 from dora_rl.samples import Sample, Trajectory
 from dora_rl.trainer.errors import StepRejected
+from dora_rl.trainer.native.operations import Packing
 
 _ROUNDING = 1e-3  # how far above 0 an engine's log-probability may come
 
@@ -82,6 +84,7 @@ class MicroBatch:
     sampled_T: Tensor | None  # which of them were sampled; None: all
     padding: int
     lengths: tuple[int, ...] | None = None  # of the sequences of a packed row; None: not packed
+    packing: Packing | None = None  # of a row with shared prompts; None: each has its own
 
 
 def collate(batch: Batch, rows: tuple[int, ...], *, packed: bool = False) -> MicroBatch:
@@ -114,6 +117,51 @@ def collate(batch: Batch, rows: tuple[int, ...], *, packed: bool = False) -> Mic
         padding=flat_input.numel() - sum(lengths),
         lengths=lengths if packed else None,
     )
+
+
+def collate_shared(batch: Batch, rows: tuple[int, ...]) -> MicroBatch:
+    """The micro-batch of these rows in one, where every prompt stands once, before its responses.
+
+    Its `rows` are in another order: those of a prompt stand together.
+    """
+    if not rows:
+        return replace(collate(batch, ()), packing=Packing.of([(0, [1])]))
+    begin = 0
+    inputs, positions, groups, ordered = [], [], [], []
+    for prompt, members in by_prompt(batch, rows).items():
+        common = len(prompt)
+        inputs.append(batch.tokens[members[0]][:common])
+        lengths, at = [common], begin + common
+        for row in members:
+            own = batch.responses[row] - 1
+            inputs.append(batch.tokens[row][common:-1])
+            # The first token of a response is predicted by the prompt's last, whoever's it is.
+            positions += [torch.tensor([begin + common - 1]), torch.arange(at, at + own)]
+            lengths += [own] if own else []
+            at += own
+        groups.append((common, lengths))
+        ordered += members
+        begin = at
+    flat_T = batch.flat(ordered)
+    mask_T = batch.mask_T[flat_T]
+    return MicroBatch(
+        rows=tuple(ordered),
+        input_BT=torch.cat(inputs)[None],
+        positions_T=torch.cat(positions),
+        targets_T=torch.cat([batch.tokens[row][batch.prompts[row] :] for row in ordered]),
+        flat_T=flat_T,
+        sampled_T=None if bool(mask_T.all()) else mask_T.nonzero().squeeze(1),
+        padding=0,
+        packing=Packing.of(groups),
+    )
+
+
+def by_prompt(batch: Batch, rows: Sequence[int]) -> dict[tuple[int, ...], list[int]]:
+    """Rows by the prompt that they have in common."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for row in rows:
+        found.setdefault(batch.samples[row].trajectory.prompt, []).append(row)
+    return found
 
 
 def make_batch(samples: Sequence[Sample], *, vocab_size: int) -> Batch:

@@ -3,7 +3,7 @@
 Plain functions on lengths, without tensors, and deterministic: ties are broken by index.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 MAX_PADDING = 0.1  # share of a micro-batch that may be padding
 
@@ -71,17 +71,45 @@ def packs(rows: Sequence[int], lengths: Sequence[int], token_budget: int) -> lis
     The longest first, each into the first pack with room. A row that is longer than the budget is
     alone.
     """
-    found: list[list[int]] = []
+    return _packed([((row,), lengths[row]) for row in rows], token_budget)
+
+
+def shared_packs(
+    families: Iterable[tuple[int, Sequence[int]]], lengths: Sequence[int], token_budget: int
+) -> list[Rows]:
+    """The same for rows that share prompts: families of a prompt's length and the rows with it.
+
+    A prompt counts once in a pack. A family that does not fit is cut, the longest rows first; each
+    part has the prompt. A row that is longer than the budget is alone.
+    """
+    parts: list[tuple[Rows, int]] = []
+    for prompt, rows in families:
+        part: list[int] = []
+        size = prompt
+        for row in sorted(rows, key=lambda row: (-lengths[row], row)):
+            own = lengths[row] - prompt
+            if part and size + own > token_budget:
+                parts.append((tuple(part), size))
+                part, size = [], prompt
+            part.append(row)
+            size += own
+        parts.append((tuple(part), size))
+    return _packed(parts, token_budget)
+
+
+def _packed(parts: Sequence[tuple[Rows, int]], token_budget: int) -> list[Rows]:
+    """Parts of given sizes: the largest first, each into the first pack with room."""
+    found: list[Rows] = []
     left: list[int] = []
-    for row in sorted(rows, key=lambda row: (-lengths[row], row)):
-        place = next((i for i, room in enumerate(left) if lengths[row] <= room), None)
+    for rows, size in sorted(parts, key=lambda part: (-part[1], part[0])):
+        place = next((i for i, room in enumerate(left) if size <= room), None)
         if place is None:
-            found.append([row])
-            left.append(token_budget - lengths[row])
+            found.append(rows)
+            left.append(token_budget - size)
         else:
-            found[place].append(row)
-            left[place] -= lengths[row]
-    return [tuple(pack) for pack in found]
+            found[place] += rows
+            left[place] -= size
+    return found
 
 
 def assign(minibatches: Sequence[Rows], lengths: Sequence[int], ranks: int) -> list[int]:

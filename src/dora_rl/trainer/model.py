@@ -5,6 +5,7 @@ of an adapter by PEFT's, and a tied one appears once, so that what is published 
 expects.
 """
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from dora_rl.models import cpu
 from dora_rl.models.errors import ModelError
 from dora_rl.trainer.logprobs import token_logprobs
 from dora_rl.trainer.lora import dropouts, initial, inject, plain, saved_name
+from dora_rl.trainer.native import layers
+from dora_rl.trainer.native.operations import Packing
 from dora_rl.trainer.settings import Dtype, LoraSettings, TrainSettings
 from dora_rl.trainer.sharding import local, shard_of
 from dora_rl.weights.adapter import Adapter
@@ -33,6 +36,7 @@ from dora_rl.weights.tensors import weights_digest
 VALUE_HEAD = "value_head."
 _VARLEN = "flash_attention_2"
 _CPU = torch.device("cpu")
+_log = logging.getLogger(__name__)
 _HEAD_TOLERANCE = 1e-3  # of logits of size 1: float32 twice in another order
 
 
@@ -53,6 +57,8 @@ class Policy(nn.Module):
         config = getattr(model, "config", None)
         self.packs = getattr(config, "_attn_implementation", None) == _VARLEN
         """Whether its attention takes sequences of any length in one row, without padding."""
+        self.native = False
+        """Whether its layers take rows with a `Packing`: see `native.layers`."""
         self.dropouts = dropouts(model)
         """The dropout layers of an adapter: see `lora.dropping`."""
 
@@ -76,19 +82,15 @@ class Policy(nn.Module):
         targets_T: Tensor,
         sampled_T: Tensor | None,
         lengths: Sequence[int] | None = None,
+        packing: Packing | None = None,
         temperature: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Log-probabilities and entropies (0 where nothing was sampled), and values.
 
-        With `lengths`, the one row of `input_BT` holds sequences of these lengths. The temperature
-        is the run's, unless another one is given.
+        With `lengths` or a `packing`, the one row of `input_BT` holds several sequences. The
+        temperature is the run's, unless another one is given.
         """
-        apart = {} if lengths is None else _apart(lengths, input_BT.device)
-        with torch.autocast(input_BT.device.type, torch.bfloat16, enabled=self._bf16):
-            hidden = self.model.base_model(
-                input_ids=input_BT, use_cache=False, **apart
-            ).last_hidden_state
-        hidden_TD = hidden.flatten(0, 1).index_select(0, positions_T)
+        hidden_TD = self._hidden(input_BT, lengths, packing).index_select(0, positions_T)
         if self._bf16:
             hidden_TD = hidden_TD.bfloat16()
         values_T = None
@@ -103,15 +105,33 @@ class Policy(nn.Module):
         logprobs_T = nothing_T.index_copy(0, sampled_T, logprobs)
         return logprobs_T, nothing_T.index_copy(0, sampled_T, entropy), values_T
 
-    def both_logits(self, input_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits as the model computes them, and as its head alone does.
+    def _hidden(
+        self, input_BT: Tensor, lengths: Sequence[int] | None, packing: Packing | None
+    ) -> Tensor:
+        """The last state of every token, one row after another."""
+        base = self.model.base_model
+        with torch.autocast(input_BT.device.type, torch.bfloat16, enabled=self._bf16):
+            if packing is not None:
+                dtype = torch.bfloat16 if self._bf16 else torch.float32
+                return layers.hidden_states(base, input_BT[0], packing, dtype)
+            apart = {} if lengths is None else _apart(lengths, input_BT.device)
+            states: Tensor = base(input_ids=input_BT, use_cache=False, **apart).last_hidden_state
+        return states.flatten(0, 1)
 
-        In float32 where its attention can.
+    def both_logits(self, input_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits of one sequence as the model computes them, and as its head alone does.
+
+        In float32 where its attention can; the latter with our kernels where they are used.
         """
+        base, head = self.model.base_model, self.model.get_output_embeddings()
         with torch.autocast(input_BT.device.type, torch.bfloat16, enabled=self.packs):
             theirs = self.model(input_ids=input_BT, use_cache=False).logits
-            hidden = self.model.base_model(input_ids=input_BT, use_cache=False).last_hidden_state
-            return theirs.float(), self.model.get_output_embeddings()(hidden).float()
+            if self.native:
+                packing = Packing.of([(0, [input_BT.numel()])])
+                hidden = layers.hidden_states(base, input_BT[0], packing, torch.float32)
+            else:
+                hidden = base(input_ids=input_BT, use_cache=False).last_hidden_state
+            return theirs.float(), head(hidden).float().view_as(theirs)
 
     def fingerprint(self) -> Fingerprint | None:
         """What these weights say of the probe; None if that is no number.
@@ -122,8 +142,9 @@ class Policy(nn.Module):
         row = torch.tensor([tokens], device=self.device)
         places = torch.arange(len(tokens) - 1, device=self.device)
         lengths = [len(tokens)] if self.packs else None
+        packing = Packing.of([(0, lengths or [len(tokens)])]) if self.native else None
         with torch.no_grad():
-            logprobs, _, _ = self(row, places, row[0, 1:], None, lengths, temperature=1.0)
+            logprobs, _, _ = self(row, places, row[0, 1:], None, lengths, packing, temperature=1.0)
         if not logprobs.isfinite().all():
             return None
         dtype = "bfloat16" if self._bf16 else "float32"
@@ -245,6 +266,7 @@ def load(
     if lora is not None:
         inject(model, lora)
     policy = Policy(model, train, temperature)
+    policy.native = not policy.dropouts and layers.install(model, train.native_kernels, device)
     names = _names(policy, model, tensors, directory)
     weights = {name: tensors[saved] for name, saved in names.items()}
     source = Source(directory, tensors, names)
@@ -385,8 +407,15 @@ def _refuse_rest(
 def _check_head(policy: Policy, directory: Path) -> None:
     """Some models scale or cap their logits: then the head alone is not what they compute."""
     tokens = torch.arange(4, device=policy.device)[None] % policy.vocab_size
-    theirs, ours = policy.both_logits(tokens)
-    if not torch.allclose(ours, theirs, rtol=_HEAD_TOLERANCE, atol=_HEAD_TOLERANCE):
+
+    def same() -> bool:
+        ours, theirs = policy.both_logits(tokens)
+        return torch.allclose(ours, theirs, rtol=_HEAD_TOLERANCE, atol=_HEAD_TOLERANCE)
+
+    if policy.native and not same():
+        policy.native = False
+        _log.warning("the kernels do not compute what the model in `%s` does", directory)
+    if not policy.native and not same():
         raise ModelError(
             f"the model in `{directory}` changes its logits after the output layer (caps or "
             "scales them), which the trainer does not do. Use another model."

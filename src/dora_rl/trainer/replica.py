@@ -38,6 +38,7 @@ _FREE = {
     "activation_checkpointing",
     "device",
     "logprob_chunk",
+    "native_kernels",
     "processes",
     "rendezvous",
     "threads",

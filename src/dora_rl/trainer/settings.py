@@ -149,6 +149,11 @@ class TrainSettings(ConfigModel):
     logprob_chunk: int = Field(
         default=512, ge=1, description="tokens whose logits are in memory at once"
     )
+    native_kernels: bool | None = Field(
+        default=None,
+        description="norms, attention and gates by kernels compiled on this machine, and prompts "
+        "that responses share computed once; else on the CPU where there is a C compiler",
+    )
     behaviour: Behaviour = Field(
         default=Behaviour.ENGINE, description="where old log-probabilities come from"
     )

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from dora_rl.algorithms.algorithm import Algorithm, Responses, Targets, Tokens, summarise
 from dora_rl.core.protocol.types import Version
 from dora_rl.trainer import buckets
-from dora_rl.trainer.batches import Batch, MicroBatch, collate
+from dora_rl.trainer.batches import Batch, MicroBatch, by_prompt, collate, collate_shared
 from dora_rl.trainer.errors import StepRejected
 from dora_rl.trainer.lora import dropping
 from dora_rl.trainer.model import Policy, Source, other_weights
@@ -272,11 +273,17 @@ class Stepper:
 
     def _mine(self, batch: Batch, rows: buckets.Rows) -> Iterator[MicroBatch]:
         """These rows in micro-batches; every process has equally many, some of them empty."""
-        packed = self.policy.packs
-        together = buckets.packs if packed else buckets.microbatches
-        calls = together(rows, batch.lengths, self._train.token_budget)
+        packed, shared = self.policy.packs, self.policy.native
+        budget = self._train.token_budget
+        if shared:
+            families = [(len(p), members) for p, members in by_prompt(batch, rows).items()]
+            calls = buckets.shared_packs(families, batch.lengths, budget)
+        else:
+            together = buckets.packs if packed else buckets.microbatches
+            calls = together(rows, batch.lengths, budget)
         count = int(self._world.largest(torch.tensor(len(calls))))
-        return (collate(batch, part, packed=packed) for part in padded(calls, count))
+        form = collate_shared if shared else partial(collate, packed=packed)
+        return (form(batch, part) for part in padded(calls, count))
 
     def _forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
         device = self.policy.device
@@ -287,6 +294,7 @@ class Stepper:
             micro.targets_T.to(device),
             sampled_T,
             micro.lengths,
+            micro.packing,
         )
         # The loss is a few numbers a token: the CPU has them all.
         return logprobs_T.cpu(), entropy_T.cpu(), None if values_T is None else values_T.cpu()

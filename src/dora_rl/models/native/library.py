@@ -35,19 +35,28 @@ _COMPILE_TIMEOUT_S = 120.0  # it takes four seconds
 @functools.cache
 def library() -> ctypes.CDLL:
     """The kernels, compiled if they are not in the cache. Raises `Unavailable` with the reason."""
+    return _declared(compiled(_SOURCES / _MAIN))
+
+
+def compiled(main: Path) -> ctypes.CDLL:
+    """The library of a C file, compiled if it is not in the cache, or `Unavailable`.
+
+    It may include what lies beside it, and the headers that lie here.
+    """
     try:
         compiler = _compiler()
         options = (*_OPTIONS, "-mcpu=native" if _is_arm() else "-march=native")
-        key, cache = _key(compiler, options), _cache()
-        path = _kept(cache, key) or _compile([*compiler, *options], cache, key)
-        return _declared(ctypes.CDLL(str(path)))
+        key, cache = _key(compiler, options, main), _cache()
+        command = [*compiler, *options, f"-I{_SOURCES}"]
+        return ctypes.CDLL(str(_kept(cache, key) or _compile(command, main, cache, key)))
     except (OSError, RuntimeError, ValueError) as error:
         raise Unavailable(f"{type(error).__name__}: {error}") from error
 
 
-def _key(compiler: list[str], options: tuple[str, ...]) -> str:
+def _key(compiler: list[str], options: tuple[str, ...], main: Path) -> str:
     """Of all that decides which instructions come out."""
-    sources = sorted(path for path in _SOURCES.iterdir() if path.suffix in (".c", ".h"))
+    beside = {main, *main.parent.glob("*.h"), *_SOURCES.glob("*.h")}
+    sources = sorted(beside, key=lambda path: (path.name, path))
     version = _run([*compiler, "--version"])
     digest = hashlib.sha256()
     for part in (*map(Path.read_bytes, sources), repr((compiler, options, version)).encode()):
@@ -95,11 +104,11 @@ def _is_arm() -> bool:
     return platform.machine() in ("arm64", "aarch64")
 
 
-def _compile(command: list[str], cache: Path, key: str) -> Path:
+def _compile(command: list[str], main: Path, cache: Path, key: str) -> Path:
     """To a name of its own first: several processes may do this at once."""
     handle, unfinished = tempfile.mkstemp(suffix=".unfinished", dir=cache)
     try:
-        _run([*command, "-o", unfinished, str(_SOURCES / _MAIN), "-lm"])
+        _run([*command, "-o", unfinished, str(main), "-lm"])
         if not os.stat(unfinished).st_size:
             raise Unavailable(f"`{command[0]}` wrote nothing")
         os.fsync(handle)
