@@ -65,21 +65,27 @@ def test_kernels_of_a_deterministic_run_are_settled_before_it_and_written_down(
     plan = prepare(read_config(data), prompts=PROMPTS)
     assert plan.config.deterministic  # it is inline
     assert plan.config.rollout.native_kernels is (reason is None)
+    assert plan.config.train.native_kernels is (reason is None)
     if reason is not None:
         assert execute(plan).ok
-        written = load_toml(tmp_path / "run/config.toml")["rollout"]
-        assert written["native_kernels"] is False
+        written = load_toml(tmp_path / "run/config.toml")
+        assert written["rollout"]["native_kernels"] is written["train"]["native_kernels"] is False
         monkeypatch.setattr(planning, "why_unavailable", lambda: None)
         resumed = planning.plan_resume(tmp_path / "run", prompts=PROMPTS, steps=2)
         assert resumed.config.rollout.native_kernels is False  # although there is a compiler now
+        assert resumed.config.train.native_kernels is False
 
 
+@pytest.mark.parametrize("section", ["rollout", "train"])
 def test_kernels_that_were_asked_for_and_are_not_to_be_had_are_refused(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    section: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(planning, "why_unavailable", lambda: "no C compiler")
-    data = settings(model, tmp_path / "run", rollout={"native_kernels": True})
-    with pytest.raises(UserError, match=r"cannot be `true` on this machine: no C compiler. Set it"):
+    data = settings(model, tmp_path / "run", **{section: {"native_kernels": True}})
+    with pytest.raises(
+        UserError,
+        match=rf"{section}.native_kernels cannot be `true` on this machine: no C compiler. Set it",
+    ):
         prepare(read_config(data), prompts=PROMPTS)
     assert not (tmp_path / "run").exists()
 
@@ -88,7 +94,8 @@ def test_an_older_run_is_resumed_without_kernels(model: Path, tmp_path: Path) ->
     """Its configuration does not name them, and it was computed by torch."""
     older = read_config(settings(model, tmp_path / "run"))
     assert older.rollout.native_kernels is None
-    assert planning._without_kernels(older).rollout.native_kernels is False
+    resumed = planning._without_kernels(older)
+    assert resumed.rollout.native_kernels is resumed.train.native_kernels is False
 
 
 def test_a_run_writes_down_its_machine(model: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dora_rl.core.protocol.types import Segment
 from dora_rl.samples import Span
-from dora_rl.trainer.batches import collate, make_batch
+from dora_rl.trainer.batches import collate, collate_shared, make_batch
 from dora_rl.trainer.errors import StepRejected
 from tests.trainer.samples import VOCAB, batch_of, sample
 
@@ -105,3 +105,28 @@ def test_a_packed_micro_batch_has_no_padding() -> None:
         assert torch.equal(read, torch.cat(before))
     assert torch.equal(packed.targets_T, plain.targets_T)
     assert torch.equal(packed.flat_T, plain.flat_T)
+
+
+def test_a_prompt_that_siblings_share_stands_once() -> None:
+    prompts, responses = {0: (3, 4, 5), 1: (3, 4, 5), 2: (8, 9)}, {0: (6, 7, 8), 1: (6,), 2: (1, 2)}
+    samples = [sample(i, prompts[i], responses[i]) for i in prompts]
+    batch = make_batch(samples, vocab_size=VOCAB)
+    micro = collate_shared(batch, (1, 2, 0))
+    assert micro.rows == (1, 0, 2) and micro.padding == 0
+    assert micro.input_BT.tolist() == [[3, 4, 5, 6, 7, 8, 9, 1]]
+    assert micro.positions_T.tolist() == [2, 2, 3, 4, 6, 7]
+    assert micro.targets_T.tolist() == [6, 6, 7, 8, 1, 2]
+    assert micro.flat_T.tolist() == [3, 0, 1, 2, 4, 5]
+    packing = micro.packing
+    assert packing is not None and packing.most_keys == 5
+    assert packing.groups.tolist() == [0, 2, 4]
+    assert packing.segments.tolist() == [0, 3, 5, 7, 8]
+    assert packing.prefixes.tolist() == [3, 2]
+    assert packing.positions_T.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+
+
+def test_a_micro_batch_without_rows_reads_one_token() -> None:
+    batch = make_batch([sample(0)], vocab_size=VOCAB)
+    micro = collate_shared(batch, ())
+    assert micro.input_BT.tolist() == [[0]] and not len(micro.targets_T)
+    assert micro.packing is not None and micro.packing.segments.tolist() == [0, 1]

@@ -6,7 +6,15 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_rl.trainer.buckets import MAX_PADDING, assign, microbatches, minibatches, packs, shares
+from dora_rl.trainer.buckets import (
+    MAX_PADDING,
+    assign,
+    microbatches,
+    minibatches,
+    packs,
+    shared_packs,
+    shares,
+)
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=60)
 
@@ -77,6 +85,25 @@ def test_packs_hold_every_row_once_within_the_budget(lengths: list[int], budget:
         assert size <= budget or len(rows) == 1
     # No two could be one: more than half of every pack but one is used.
     assert all(one + other > budget for one, other in pairwise(sorted(sizes)))
+
+
+@given(st.lists(st.tuples(st.integers(1, 60), LENGTHS), max_size=6), st.integers(1, 600))
+def test_packs_of_shared_prompts_count_a_prompt_once(
+    drawn: list[tuple[int, list[int]]], budget: int
+) -> None:
+    lengths, families = [], []
+    for prompt, responses in drawn:
+        rows = range(len(lengths), len(lengths) + len(responses))
+        lengths += [prompt + own - 1 for own in responses]
+        families += [(prompt, rows)] if responses else []
+    found = shared_packs(families, lengths, budget)
+    assert Counter(row for rows in found for row in rows) == Counter(range(len(lengths)))
+    prompt_of = {row: (number, p) for number, (p, rows) in enumerate(families) for row in rows}
+    for rows in found:
+        prompts = sum(size for _, size in {prompt_of[row] for row in rows})
+        own = sum(lengths[row] - prompt_of[row][1] for row in rows)
+        assert prompts + own <= budget or len(rows) == 1
+    assert found == shared_packs(families, lengths, budget)
 
 
 def test_the_order_does_not_matter_to_what_goes_together() -> None:

@@ -84,6 +84,12 @@ FAST_PATHS = {
         tried_by="trainer.native.layers:native_training",
         fix="a C compiler: cc, gcc or clang, or the one that CC names",
     ),
+    "heap-reuse": FastPath(
+        gives="the trainer's process keeps memory that it frees, up to 1 GB",
+        otherwise="the system clears memory anew for every result of some megabytes",
+        tried_by="machine.heap:heap_reuse",
+        fix="Linux with glibc",
+    ),
     "amx": FastPath(
         gives="bf16 products by the processor's matrix unit",
         otherwise="products by vector instructions",

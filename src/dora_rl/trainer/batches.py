@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 import torch
 from torch import Tensor
@@ -60,11 +60,8 @@ class Batch:
 
     def flat(self, rows: Sequence[int]) -> Tensor:
         """Where the tokens of these rows are in the flat layout."""
-        if not rows:
-            return torch.empty(0, dtype=torch.int64)
-        return torch.cat(
-            [torch.arange(self.starts[r], self.starts[r] + self.responses[r]) for r in rows]
-        )
+        spans = (range(self.starts[r], self.starts[r] + self.responses[r]) for r in rows)
+        return torch.tensor([*chain.from_iterable(spans)], dtype=torch.int64)
 
     def sequence(self, rows: Sequence[int]) -> Tensor:
         """For each of their tokens the place of its sequence among these rows."""
@@ -127,28 +124,33 @@ def collate_shared(batch: Batch, rows: tuple[int, ...]) -> MicroBatch:
     if not rows:
         return replace(collate(batch, ()), packing=Packing.of([(0, [1])]))
     begin = 0
-    inputs, positions, groups, ordered = [], [], [], []
+    inputs: list[int] = []
+    positions: list[int] = []
+    targets: list[int] = []
+    ordered: list[int] = []
+    groups = []
     for prompt, members in by_prompt(batch, rows).items():
-        common = len(prompt)
-        inputs.append(batch.tokens[members[0]][:common])
-        lengths, at = [common], begin + common
+        inputs += prompt
+        lengths, at = [len(prompt)], begin + len(prompt)
         for row in members:
-            own = batch.responses[row] - 1
-            inputs.append(batch.tokens[row][common:-1])
+            tokens = batch.samples[row].trajectory.tokens
+            inputs += tokens[:-1]
             # The first token of a response is predicted by the prompt's last, whoever's it is.
-            positions += [torch.tensor([begin + common - 1]), torch.arange(at, at + own)]
-            lengths += [own] if own else []
-            at += own
-        groups.append((common, lengths))
+            positions.append(begin + len(prompt) - 1)
+            positions += range(at, at + len(tokens) - 1)
+            targets += tokens
+            lengths += [len(tokens) - 1] if len(tokens) > 1 else []
+            at += len(tokens) - 1
+        groups.append((len(prompt), lengths))
         ordered += members
         begin = at
     flat_T = batch.flat(ordered)
     mask_T = batch.mask_T[flat_T]
     return MicroBatch(
         rows=tuple(ordered),
-        input_BT=torch.cat(inputs)[None],
-        positions_T=torch.cat(positions),
-        targets_T=torch.cat([batch.tokens[row][batch.prompts[row] :] for row in ordered]),
+        input_BT=torch.tensor([inputs]),
+        positions_T=torch.tensor(positions),
+        targets_T=torch.tensor(targets),
         flat_T=flat_T,
         sampled_T=None if bool(mask_T.all()) else mask_T.nonzero().squeeze(1),
         padding=0,
@@ -182,20 +184,25 @@ def lay_out(samples: tuple[Sample, ...]) -> Batch:
     """Samples that were checked and are in order, as tensors; there may be none."""
     trajectories = [sample.trajectory for sample in samples]
     responses = tuple(len(t.tokens) for t in trajectories)
+    starts = tuple(accumulate(responses[:-1], initial=0))[: len(responses)]
+    logprobs = chain.from_iterable(t.logprobs for t in trajectories)
+    versions = torch.tensor([t.version for t in trajectories], dtype=torch.int64)
+    mask_T = torch.ones(sum(responses), dtype=torch.bool)
+    version_T = torch.repeat_interleave(versions, torch.tensor(responses, dtype=torch.int64))
+    for start, trajectory in zip(starts, trajectories, strict=True):
+        if trajectory.observed or len(trajectory.segments) > 1:
+            part = slice(start, start + len(trajectory.tokens))
+            mask_T[part], version_T[part] = _mask(trajectory), _versions(trajectory)
     return Batch(
         samples=samples,
         tokens=tuple(torch.tensor(t.prompt + t.tokens) for t in trajectories),
         prompts=tuple(len(t.prompt) for t in trajectories),
         responses=responses,
-        starts=tuple(accumulate(responses[:-1], initial=0))[: len(responses)],
-        mask_T=_joined([_mask(t) for t in trajectories], torch.bool),
-        rollout_logprobs_T=_joined([torch.tensor(t.logprobs) for t in trajectories], torch.float32),
-        version_T=_joined([_versions(t) for t in trajectories], torch.int64),
+        starts=starts,
+        mask_T=mask_T,
+        rollout_logprobs_T=torch.tensor([*logprobs], dtype=torch.float32),
+        version_T=version_T,
     )
-
-
-def _joined(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
-    return torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
 
 
 def _mask(trajectory: Trajectory) -> Tensor:
@@ -246,8 +253,8 @@ def _problem(sample: Sample, vocab_size: int) -> str | None:
     if min(tokens) < 0 or max(tokens) >= vocab_size:
         foreign = next(t for t in tokens if not 0 <= t < vocab_size)
         return f"the token `{foreign}` is not in the vocabulary of {vocab_size}"
-    logprobs = torch.tensor(trajectory.logprobs)
-    if not bool(torch.isfinite(logprobs).all()) or float(logprobs.max()) > _ROUNDING:
+    logprobs = trajectory.logprobs
+    if not all(map(math.isfinite, logprobs)) or max(logprobs) > _ROUNDING:
         return "a log-probability is not finite, or above 0"
     end = 0
     for span in trajectory.observed:

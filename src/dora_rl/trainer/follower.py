@@ -23,6 +23,7 @@ from threading import Thread
 from typing import IO
 
 from dora_rl.core.protocol.errors import UserError
+from dora_rl.machine.heap import heap_reuse
 from dora_rl.machine.parent import die_with_parent
 from dora_rl.models import cpu
 from dora_rl.trainer import rendezvous
@@ -72,6 +73,7 @@ def main() -> int:
     if options.parent is not None:
         die_with_parent(options.parent)
     cpu.guard()
+    heap_reuse()
     token = os.environ.pop(rendezvous.TOKEN, "")
     if options.token_stdin:
         token = sys.stdin.readline().rstrip("\n")

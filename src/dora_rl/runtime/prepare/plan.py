@@ -131,25 +131,36 @@ def _with_dtype(config: RunConfig) -> RunConfig:
 
 def _with_kernels(config: RunConfig) -> RunConfig:
     """What bits depend on is settled before the run, and stays as it is when it is resumed."""
-    rollout = config.rollout
-    if not config.deterministic or rollout.engine is not EngineName.EMBEDDED:
+    if not config.deterministic:
         return config
-    if rollout.native_kernels is None:
+    settled = {"train": _settled("train", config.train)}
+    if config.rollout.engine is EngineName.EMBEDDED:
+        settled["rollout"] = _settled("rollout", config.rollout)
+    return config.model_copy(update=settled)
+
+
+def _settled(name: str, section: Any) -> Any:
+    if section.native_kernels is None:
         native = not portable() and why_unavailable() is None
-        rollout = rollout.model_copy(update={"native_kernels": native})
-    elif rollout.native_kernels and (reason := why_unavailable()):
+        return section.model_copy(update={"native_kernels": native})
+    if section.native_kernels and (reason := why_unavailable()):
         raise UserError(
-            f"rollout.native_kernels cannot be `true` on this machine: {reason}. Set it to false."
+            f"{name}.native_kernels cannot be `true` on this machine: {reason}. Set it to false."
         )
-    return config.model_copy(update={"rollout": rollout})
+    return section
 
 
 def _without_kernels(config: RunConfig) -> RunConfig:
     """A run that does not name them is of a time when there were none."""
-    if config.rollout.native_kernels is not None or not config.deterministic:
+    if not config.deterministic:
         return config
-    rollout = config.rollout.model_copy(update={"native_kernels": False})
-    return config.model_copy(update={"rollout": rollout})
+    sections = {"rollout": config.rollout, "train": config.train}
+    older = {
+        name: section.model_copy(update={"native_kernels": False})
+        for name, section in sections.items()
+        if section.native_kernels is None
+    }
+    return config.model_copy(update=older)
 
 
 def plan_resume(

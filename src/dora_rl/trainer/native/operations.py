@@ -37,16 +37,18 @@ class Packing:
         The first segment of a group has the prefix in it; one segment alone has none.
         """
         rows = [length for _, lengths in groups for length in lengths]
-        positions, most = [], 1
+        positions: list[int] = []
+        most = 1
         for prefix, lengths in groups:
-            positions.append(torch.arange(lengths[0]))
-            positions += [torch.arange(prefix, prefix + length) for length in lengths[1:]]
+            positions += range(lengths[0])
+            for length in lengths[1:]:
+                positions += range(prefix, prefix + length)
             most = max(most, lengths[0], *(prefix + length for length in lengths[1:]))
         return cls(
             groups=torch.tensor([0, *accumulate(len(lengths) for _, lengths in groups)]),
             segments=torch.tensor([0, *accumulate(rows)]),
             prefixes=torch.tensor([prefix for prefix, _ in groups]),
-            positions_T=torch.cat(positions),
+            positions_T=torch.tensor(positions),
             most_keys=most,
         )
 

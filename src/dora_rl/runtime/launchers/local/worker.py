@@ -176,10 +176,12 @@ class _Speaker:
 
 
 def _serve_training(channel: Channel, setup: ms.Setup, site: Site, config: RunConfig) -> None:
+    from dora_rl.machine.heap import heap_reuse
     from dora_rl.runtime.workers.trainer import TrainerWorker
     from dora_rl.transports.samples.shared_directory import SampleReader
     from dora_rl.transports.weights.registry import make_publisher
 
+    heap_reuse()
     progress, news = _Progress(channel), _News(channel)
     lent = _LentThreads(channel, setup.threads)
 
