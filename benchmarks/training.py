@@ -40,7 +40,7 @@ from dora_rl.trainer.trainer import Trainer
 from dora_rl.transports.weights.shared_directory import WeightStore
 
 # Groups, siblings, tokens of a prompt (least, most), mean and most of a response.
-SIZES = {"quickstart": (16, 8, (10, 10), 23, 291), "smollm2": (3, 8, (60, 100), 100, 400)}
+SIZES = {"quickstart": (16, 8, (10, 10), 23, 291), "smollm2": (2, 8, (60, 100), 60, 240)}
 SPREAD = 0.8  # of the logarithm of a length
 
 

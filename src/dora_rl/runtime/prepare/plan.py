@@ -154,7 +154,7 @@ def _without_kernels(config: RunConfig) -> RunConfig:
     """A run that does not name them is of a time when there were none."""
     if not config.deterministic:
         return config
-    sections = {"rollout": config.rollout, "train": config.train}
+    sections: dict[str, Any] = {"rollout": config.rollout, "train": config.train}
     older = {
         name: section.model_copy(update={"native_kernels": False})
         for name, section in sections.items()

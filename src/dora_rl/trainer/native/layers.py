@@ -34,8 +34,8 @@ def native_training() -> tuple[str, int]:
     x, y = torch.randn(2, 7, 24, generator=noise)
     weight, packing = torch.randn(24, generator=noise), Packing.of([(0, [7])])
     still = (torch.ones(7, 4), torch.zeros(7, 4))
-    heads = [part.view(7, 3, 8).transpose(0, 1) for part in (x, y, x)]
-    mixed = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+    q, k = (part.view(7, 3, 8).transpose(0, 1) for part in (x, y))
+    mixed = nn.functional.scaled_dot_product_attention(q, k, q, is_causal=True)
     pairs = {
         "norm": (norm(x, weight, 1e-5, x.dtype), nn.functional.rms_norm(x, (24,), weight, 1e-5)),
         "gate": (gated(x, y), nn.functional.silu(x) * y),
