@@ -182,6 +182,13 @@ def numbers(example: str) -> Callable[[click.Context, click.Parameter, str], tup
     return parse
 
 
+def optional(
+    parse: Callable[[click.Context, click.Parameter, str], Any],
+) -> Callable[[click.Context, click.Parameter, str | None], Any]:
+    """None where nothing was typed."""
+    return lambda ctx, option, text: None if text is None else parse(ctx, option, text)
+
+
 def names(_: click.Context, option: click.Parameter, text: str) -> tuple[str, ...]:
     return _split(text)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from dora_rl.cli import _bench_help as about
 from dora_rl.cli import _benching as benching
@@ -203,10 +204,15 @@ def trl(**options: Any) -> benching.Measurement:
     metavar="NAME,…",
     help="Paradigms to measure.",
 )
-@click.option("--steps", type=int, default=16, show_default=True, help="Train steps of a run.")
 @click.option(
-    "--warmup-steps", type=int, default=4, show_default=True, help="Of them, not measured."
+    "--workload",
+    type=click.Choice(["default", "reasoning", "long", "agentic"]),
+    default="default",
+    show_default=True,
+    help="Lengths, tools, and how large a step is.",
 )
+@click.option("--steps", type=int, help="Train steps of a run.  [default: the workload's]")
+@click.option("--warmup-steps", type=int, help="Of them, not measured.  [default: the workload's]")
 @click.option("--rounds", type=int, default=3, show_default=True, help="Runs of each paradigm.")
 @click.option(
     "--search-steps",
@@ -215,19 +221,20 @@ def trl(**options: Any) -> benching.Measurement:
     show_default=True,
     help="Steps of a run of the search; 0 is no search.",
 )
-@click.option("--max-staleness", type=int, default=3, show_default=True, help="K.")
+@click.option("--max-staleness", type=int, help="K.  [default: the workload's]")
 @click.option(
     "--slots",
-    callback=benching.numbers("32,64"),
-    default="32,64,128",
-    show_default=True,
+    callback=benching.optional(benching.numbers("32,64")),
     metavar="N,N,…",
-    help="Numbers of slots, of all instances together, that the search tries.",
+    help="Numbers of slots, of all instances together, that the search tries.  "
+    "[default: 32,64,128]",
 )
-@click.option("--groups", type=int, default=64, show_default=True, help="Prompts of a step.")
 @click.option(
-    "--group-size", type=int, default=4, show_default=True, help="Responses to each prompt."
+    "--groups",
+    type=int,
+    help="Prompts of a step.  [default: 64, or what gives rollout the workload's share]",
 )
+@click.option("--group-size", type=int, help="Responses to each prompt.  [default: 4]")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--lora", is_flag=True, default=False, help="Versions are LoRA adapters of one base.")
 @click.option(
@@ -239,12 +246,17 @@ def trl(**options: Any) -> benching.Measurement:
 )
 @benching.engine
 @benching.measured
-def modes(groups: int, elastic: str, **options: Any) -> benching.Measurement:
+def modes(workload: str, groups: int | None, elastic: str, **options: Any) -> benching.Measurement:
     """The five paradigms as real training: throughput, rollout-only time, bubbles, staleness."""
     from dora_rl.benchmarks.modes import Plan, measure
+    from dora_rl.benchmarks.workloads import WorkloadName
     from dora_rl.core.protocol.settings import Elastic
 
-    plan = Plan(groups_per_step=groups, elastic=Elastic(elastic), **options)
+    name = WorkloadName(workload)
+    given = click.get_current_context().get_parameter_source("groups")
+    if name is not WorkloadName.DEFAULT and given is not ParameterSource.COMMANDLINE:
+        groups = None  # that of --quick is for the default workload: the others are sized
+    plan = Plan.of(name, groups_per_step=groups, elastic=Elastic(elastic), **options)
     return benching.Measurement(partial(measure, plan))
 
 

@@ -49,6 +49,12 @@ def held_out(
     return _row("held out", position, seed, max_terms, tail, max_step)
 
 
+def row_of_terms(position: int, seed: int, *, terms: int, max_step: int = 9) -> dict[str, str]:
+    """As `row`, with so many terms: for tasks that draw lengths of their own."""
+    _check(position, seed, terms, 1.0, max_step)
+    return _drawn(random.Random(f"train {seed} {position}"), "train", terms, max_step)
+
+
 def solution(prompt: object) -> str:
     """The one right response to a prompt."""
     lines = solution_lines(prompt)
@@ -93,6 +99,10 @@ def _row(
     source = random.Random(f"{part} {seed} {position}")
     # 1 - random() is in (0, 1]: its power has the tail that `row` promises.
     terms = int(min(max_terms, (1.0 - source.random()) ** (-1.0 / tail)))
+    return _drawn(source, part, terms, max_step)
+
+
+def _drawn(source: random.Random, part: str, terms: int, max_step: int) -> dict[str, str]:
     while True:
         sum_ = f"{source.randrange(_MODULUS):02d}{source.choice('+-')}"
         sum_ += f"{source.randint(1, max_step):02d}"
