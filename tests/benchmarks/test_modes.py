@@ -1,5 +1,6 @@
 """The comparison of paradigms: what it asks for, and what it makes of the answers."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,9 +9,12 @@ from typing import Any
 import pytest
 
 from dora_rl.benchmarks import modes
+from dora_rl.benchmarks.floors import Demand, Parts
 from dora_rl.benchmarks.modes import Plan, Reading, Result, Split, measure
+from dora_rl.benchmarks.modes_result import Limits
 from dora_rl.benchmarks.reporting import Reporter
 from dora_rl.benchmarks.training import train_once
+from dora_rl.benchmarks.workloads import WORKLOADS, WorkloadName
 from dora_rl.cli.bench import modes as cli_modes
 from dora_rl.config import merged
 from dora_rl.core.protocol.errors import UserError
@@ -21,10 +25,21 @@ from dora_rl.runtime.prepare.plan import read_config
 from tests.benchmarks import stubs
 
 SYNC, OURS = ParadigmName.SYNC, ParadigmName.MULTI_VERSION
+LENGTHS = dict.fromkeys(
+    (
+        *("mean", "p99_over_mean", "max_over_mean", "max_over_mean_in_a_batch"),
+        *("wait_mean_s", "wait_p99_s", "wait_max_s"),
+    ),
+    1.0,
+)
 
 
 def reading(tokens_per_s: float, rollout_only_s: float = 1.0) -> Reading:
     return Reading(tokens_per_s, 2.0, rollout_only_s, 0.5, 0.25, 1.0, 3.0, 20.0, 300.0, 0, "clean")
+
+
+def fake_parts(config: Any, groups: int, cores: int, work: Path, reporter: Reporter) -> Parts:
+    return Parts({1: 1e-4}, {1: 1e-4}, {1: 1e-3, 8: 2e-4})
 
 
 def test_ratios_are_those_of_the_median_rounds() -> None:
@@ -108,6 +123,7 @@ def fake_runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return SimpleNamespace(summary=SimpleNamespace(tokens_per_s=float(len(asked))))
 
     monkeypatch.setattr(modes, "train_once", run)
+    monkeypatch.setattr(modes, "measure_parts", fake_parts)
     monkeypatch.setattr(Reading, "of", lambda run, warmup: reading(run.summary.tokens_per_s))
     return asked
 
@@ -115,7 +131,9 @@ def fake_runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_what_was_measured_can_be_shown_at_any_moment(fake_runs: list[str]) -> None:
     plan = Plan(paradigms=(SYNC, OURS), rounds=2, cores=2, slots=(8,))
     shown = [r.to_json() for r in stubs.interrupted_everywhere(partial(measure, plan))]
-    assert (len(shown[0]["search"]), shown[0]["modes"], shown[0]["lengths"]) == (1, {}, None)
+    assert (shown[0]["search"], shown[0]["modes"], shown[0]["lengths"]) == ({}, {}, None)
+    assert shown[0]["expected"]["floor"]["limit_s"] > 0  # floors are there before any run
+    assert next(len(report["search"]) for report in shown if report["search"]) == 1
     with_rounds = [report for report in shown if report["modes"]]
     assert list(with_rounds[0]["modes"]) == ["sync"] and with_rounds[0]["ratios"] == {}
     assert list(with_rounds[-1]["modes"]) == ["sync", "multi_version"]
@@ -126,7 +144,7 @@ def test_without_a_search_the_first_split_is_taken(fake_runs: list[str]) -> None
     result = measure(plan)
     assert fake_runs == ["sync", "multi_version"]
     assert result.chosen == {name: plan.splits(name)[0] for name in (SYNC, OURS)}
-    assert result.searched == {} and "search" not in result.summary()[0]
+    assert result.searched == {} and not any("search" in line for line in result.summary())
 
 
 @pytest.mark.slow
@@ -140,6 +158,7 @@ def test_paradigms_are_searched_and_measured(monkeypatch: pytest.MonkeyPatch) ->
         return train_once(merged(data, quick), out, reporter, warmup_steps=warmup_steps)
 
     monkeypatch.setattr(modes, "train_once", inline)
+    workload = WORKLOADS[WorkloadName.DEFAULT]
     plan = Plan(
         paradigms=(SYNC, OURS),
         steps=3,
@@ -149,7 +168,7 @@ def test_paradigms_are_searched_and_measured(monkeypatch: pytest.MonkeyPatch) ->
         groups_per_step=4,
         group_size=2,
         slots=(8,),
-        max_terms=9,
+        workload=replace(workload, options={"max_terms": 9, "tail": 1.2}),
         cores=2,
     )
     result = measure(plan)
@@ -165,8 +184,44 @@ def test_paradigms_are_searched_and_measured(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_command_line_has_the_same_defaults() -> None:
     shown = {option.name: option.default for option in cli_modes.params}
     plan = Plan()
-    assert shown["groups"] == plan.groups_per_step
-    assert shown["slots"] == ",".join(map(str, plan.slots))
     assert shown["paradigms"] == ",".join(plan.paradigms)
-    for name in ("steps", "warmup_steps", "rounds", "search_steps", "max_staleness", "group_size"):
+    assert shown["workload"] == plan.workload.name
+    for name in ("rounds", "search_steps"):
         assert shown[name] == getattr(plan, name), name
+    of_workload = ("steps", "warmup_steps", "max_staleness", "slots", "group_size")
+    for name in of_workload:
+        assert not isinstance(shown[name], int | str)
+        assert getattr(plan, name) == getattr(plan.workload, name), name
+    choices = next(option for option in cli_modes.params if option.name == "workload").type
+    assert list(choices.choices) == list(WorkloadName)  # type: ignore[attr-defined]
+
+
+def test_a_row_has_its_floor_and_its_share_of_the_limit() -> None:
+    limits = Limits(fake_parts({}, 1, 1, Path(), Reporter()), Demand(300, 300, 100, 0.0), LENGTHS)
+    readings = {SYNC: [reading(100.0)], OURS: [reading(300.0)]}
+    splits = {SYNC: Split(1, 2, 2, 8), OURS: Split(1, 1, 1, 8)}
+    result = Result(Plan(paradigms=(SYNC, OURS), cores=2), {}, splits, readings, limits)
+    data = result.to_json()
+    # A step of 2 s trains 200 tokens: 0.02 core-seconds, and 0.04 of decoding them.
+    sync = data["modes"]["sync"]
+    assert sync["limit_s"] == pytest.approx(0.03)
+    assert sync["share_of_limit"] == pytest.approx(0.015)
+    assert sync["floor_s"] == pytest.approx(0.02 + 0.1)  # training, then the tail of 100 tokens
+    assert sync["most_share_of_limit"] == pytest.approx(0.25)
+    assert data["modes"]["multi_version"]["share_of_limit"] == pytest.approx(0.045)
+    assert sync["parts"]["decode_core_s"] == pytest.approx(0.04)
+    assert any("of limit" in line for line in result.summary())
+
+
+def test_an_engine_whose_parts_nobody_measures_has_no_floor(fake_runs: list[str]) -> None:
+    plan = Plan(paradigms=(SYNC,), rounds=1, search_steps=0, cores=2, engine=EngineName.VLLM)
+    result = measure(plan)
+    assert result.limits is None and result.shares(SYNC) == {}
+    assert result.to_json()["expected"] is None and result.summary()
+
+
+def test_a_busy_machine_is_named(fake_runs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = Parts({1: 3e-4}, {1: 1e-4}, {1: 1e-3})
+    monkeypatch.setattr(modes, "measure_parts", lambda *_: busy)
+    result = measure(Plan(paradigms=(SYNC,), rounds=1, search_steps=0, cores=2))
+    assert "NOT QUIET" in result.summary()[0] and "3.0 x" in result.summary()[0]

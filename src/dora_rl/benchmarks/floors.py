@@ -49,6 +49,27 @@ class Parts:
     decode_token_core_s: Mapping[int, float]  # core-seconds for a token, by rows of the batch
 
     @property
+    def contention(self) -> float:
+        """How much longer one thread took than it computed; 1 on a machine without other work."""
+        ratios = [
+            self.train_token_s[n] / core_s
+            for n, core_s in self.train_token_core_s.items()
+            if n == 1
+        ]
+        return max([1.0, *ratios])
+
+    @property
+    def quiet_train_token_s(self) -> float:
+        """Seconds of training for a token at the best number of threads, without other work.
+
+        Threads that are busy all the time take no less than their share of the core-seconds.
+        """
+        return min(
+            max(self.train_token_s[n] / self.contention, core_s / n)
+            for n, core_s in self.train_token_core_s.items()
+        )
+
+    @property
     def best_train_threads(self) -> int:
         return min(self.train_token_core_s, key=lambda n: self.train_token_core_s[n])
 
@@ -64,6 +85,7 @@ class Parts:
             },
             "best_train_threads": self.best_train_threads,
             "best_batch": self.best_batch,
+            "contention": self.contention,
         }
 
     @property
@@ -107,7 +129,7 @@ class Floor:
         return cls(
             cores,
             demand.tokens * min(parts.train_token_core_s.values()),
-            demand.tokens * min(parts.train_token_s.values()),
+            demand.tokens * parts.quiet_train_token_s,
             demand.sampled * min(parts.decode_token_core_s.values()),
             decoding_s + demand.longest_wait_s,
             demand.longest_wait_s,

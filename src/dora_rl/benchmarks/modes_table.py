@@ -7,6 +7,8 @@ from dora_rl.core.protocol.settings import Elastic, ParadigmName
 if TYPE_CHECKING:
     from dora_rl.benchmarks.modes_result import Result
 
+_QUIET = 1.1  # above it other work had a tenth of a core: times are not to be trusted
+
 
 def lines(result: "Result") -> list[str]:
     """What a step asks for and its floors, the search, the table, the ratios."""
@@ -31,7 +33,13 @@ def _workload(result: "Result") -> list[str]:
     floors = ", ".join(
         f"{name} {floor.of_paradigm(name, plan.max_staleness):.2f}" for name in ParadigmName
     )
+    busy = (
+        [f"  NOT QUIET: one thread took {found.contention:.1f} x as long as it computed"]
+        if found.contention > _QUIET
+        else []
+    )
     return [
+        *busy,
         f"{plan.workload.name}: {plan.workload.about}",
         f"  lengths {lengths['mean']:.0f} mean, p99 {lengths['p99_over_mean']:.1f} x, "
         f"max {lengths['max_over_mean']:.1f} x the mean; in a batch the longest is "

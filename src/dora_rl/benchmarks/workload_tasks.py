@@ -12,7 +12,7 @@ from typing import Any
 from dora_rl.tasks import chains
 from dora_rl.tasks.environments import Step
 
-MOST_TERMS = 99  # of a chain: two digits
+MOST_TERMS = 48  # of a chain: the quickstart's model has learnt to count so far, and no further
 LINE_TOKENS = 6  # of one term, `82:02,`
 COUNT_TOKENS = 3  # of them, what the tool answers: `02,`
 END_TOKENS = 4  # what a response has besides: `=02` less a comma, and the end of text
@@ -24,7 +24,7 @@ def response_tokens(terms: float) -> float:
 
 
 def lognormal_row(position: int, seed: int, *, mean: float, sigma: float) -> dict[str, Any]:
-    """A chain whose number of terms is lognormal with this mean, from 1 to 99."""
+    """A chain whose number of terms is lognormal with this mean, from 1 to 48."""
     terms = _terms(random.Random(f"terms {seed} {position}"), mean, sigma)
     return {**chains.row_of_terms(position, seed, terms=terms), "terms": terms}
 
@@ -39,8 +39,10 @@ def one_long_row(
 
 
 def mean_of_the_others(every: int, ratio: float) -> float:
-    """Terms of the chains beside the long one, for its length to be `ratio` times the mean."""
-    return max(1.0, (every / ratio - 1.0) * MOST_TERMS / max(1, every - 1))
+    """Terms of the chains beside the long one, for its tokens to be `ratio` times the mean."""
+    longest = response_tokens(MOST_TERMS)
+    tokens = (every / ratio - 1.0) * longest / max(1, every - 1)
+    return max(1.0, (tokens - response_tokens(0)) / LINE_TOKENS)
 
 
 def tool_row(
