@@ -90,6 +90,8 @@ class Plan:
             found = [(max(2, half), 1, half), (max(4, half), 1, half)]
         else:
             found = [(1, half, half), (half, 1, half), (cores - half or 1, 1, half)]
+            # More threads than cores: whoever waits leaves its core to the others.
+            found += [(cores, 1, half), (1, half, cores)]
         return [Split(*each, slots) for each in dict.fromkeys(found)]
 
     def config(self, paradigm: ParadigmName, split: Split, steps: int) -> dict[str, Any]:
