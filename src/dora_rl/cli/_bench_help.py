@@ -143,15 +143,25 @@ Examples:
 
 MODES = """\b
 The quickstart's model and task, with long-tailed lengths, as processes of this machine. Every
-paradigm runs through the same core; what differs is a row of its table. Rollout-only is the part
-of a step in which nothing is trained. The search for each one's best split of the cores is
-printed; then they take turns. The default takes about ten minutes on two cores.
+paradigm runs through the same core; what differs is a row of its table. First the parts of a step
+are measured alone: its limit is what they take with every core busy, and each paradigm has a floor
+of its own (docs/performance.md). Rollout-only is the part of a step in which nothing is trained,
+stalls are waits for a group at its deadline. The search for each one's best split of the cores is
+printed; then they take turns. The default takes about a quarter of an hour on two cores.
+
+\b
+Workloads; reasoning and long are sized from measured rates, so that the share holds anywhere:
+  default     power-law lengths, 64 prompts; training dominates
+  reasoning   p99 5 times the mean, longest 12.5 times; rollout is 65 to 75 % of a sync step
+  long        in every batch a response of 8 times the mean; rollout is 85 % or more
+  agentic     several turns with tools that take 50 ms (median) to 2 s (p99), really waited for
 
 \b
 Examples:
   dora-rl bench modes
   dora-rl bench modes --paradigms sync,multi_version --rounds 1 --steps 8 --json
   dora-rl bench modes --quick
+  dora-rl bench modes --workload long --paradigms sync,in_flight,multi_version
   dora-rl bench modes --engine vllm --lora --paradigms sync,multi_version --search-steps 0
 """
 
