@@ -225,3 +225,17 @@ def test_a_busy_machine_is_named(fake_runs: list[str], monkeypatch: pytest.Monke
     monkeypatch.setattr(modes, "measure_parts", lambda *_: busy)
     result = measure(Plan(paradigms=(SYNC,), rounds=1, search_steps=0, cores=2))
     assert "NOT QUIET" in result.summary()[0] and "3.0 x" in result.summary()[0]
+
+
+def test_the_size_is_corrected_by_what_synchronous_steps_take_besides(
+    fake_runs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a step takes besides its parts is rollout too: more prompts keep its share."""
+
+    def groups(rollout_only_s: float) -> int:
+        monkeypatch.setattr(Reading, "of", lambda run, warmup: reading(1.0, rollout_only_s))
+        plan = Plan.of(WorkloadName.REASONING, paradigms=(SYNC,), rounds=1, search_steps=0, cores=2)
+        return measure(plan).plan.groups_per_step
+
+    assert 8 <= groups(0.5) < groups(5.0) < groups(20.0)
+    assert set(fake_runs) == {"sync"}

@@ -22,6 +22,8 @@ from dora_rl.benchmarks.workloads import describe, sized, sync_step
 from dora_rl.core.protocol.settings import ParadigmName
 from dora_rl.engines.registry import EngineName
 
+_SIZING_STEPS = 6  # where there is no search to say it
+
 __all__ = ["OURS", "Plan", "Reading", "Result", "Split", "measure"]
 
 
@@ -109,11 +111,12 @@ def prepared(plan: Plan, place: Path, reporter: Reporter) -> tuple[Plan, Limits 
 def _sized(plan: Plan, parts: Parts, place: Path, reporter: Reporter) -> Plan:
     workload, cores, seed = plan.workload, plan.cores, plan.seed
     plan = replace(plan, groups_per_step=sized(workload, parts, cores, seed))
-    if workload.band is None or not plan.search_steps:
+    if workload.band is None:
         return plan
     reporter.phase("sizing: synchronous steps")
-    config = plan.config(ParadigmName.SYNC, plan.splits(ParadigmName.SYNC)[0], plan.search_steps)
-    warmup = min(2, plan.search_steps - 1)
+    steps = plan.search_steps or _SIZING_STEPS
+    config = plan.config(ParadigmName.SYNC, plan.splits(ParadigmName.SYNC)[0], steps)
+    warmup = min(2, steps - 1)
     run = train_once(config, place / "sizing", reporter, warmup_steps=warmup)
     found = Reading.of(run, warmup)
     expected_s, train_s = sync_step(workload, parts, cores, seed, plan.groups)
