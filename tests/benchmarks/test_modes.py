@@ -239,3 +239,12 @@ def test_the_size_is_corrected_by_what_synchronous_steps_take_besides(
 
     assert 8 <= groups(0.5) < groups(5.0) < groups(20.0)
     assert set(fake_runs) == {"sync"}
+
+
+@pytest.mark.parametrize(("rollout_only_s", "missed"), [(1.4, False), (1.0, True), (1.6, True)])
+def test_a_share_of_rollout_outside_its_band_is_named(rollout_only_s: float, missed: bool) -> None:
+    plan = Plan.of(WorkloadName.REASONING, paradigms=(SYNC,), cores=2)
+    readings = {SYNC: [reading(1.0, rollout_only_s)]}  # of steps of 2 s
+    result = Result(plan, {}, {SYNC: Split(1, 2, 2, 8)}, readings)
+    assert result.to_json()["sync_rollout_share"] == pytest.approx(rollout_only_s / 2)
+    assert ("MISSED" in result.summary()[-1]) == missed

@@ -108,6 +108,13 @@ class Result:
                 }
         return found
 
+    def sync_rollout_share(self) -> float | None:
+        """The part of a synchronous step in which nothing was trained, if one was measured."""
+        if ParadigmName.SYNC not in self.readings:
+            return None
+        sync = self.median(ParadigmName.SYNC)
+        return _ratio(sync.rollout_only_s, sync.step_s)
+
     def shares(self, name: ParadigmName) -> dict[str, Any]:
         """The floor of a paradigm's median round, and how near the round came to the limit.
 
@@ -131,6 +138,8 @@ class Result:
         plan = self.plan
         return {
             "workload": str(plan.workload.name),
+            "band": plan.workload.band,
+            "sync_rollout_share": self.sync_rollout_share(),
             **self._limits_json(),
             "steps": plan.steps - plan.warmup_steps,
             "rounds": plan.rounds,

@@ -88,7 +88,19 @@ def _table(result: "Result") -> list[str]:
             f"{pair}: {values['tokens_per_s']:.2f} x tokens/s, "
             f"{values['rollout_only_s']:.2f} x rollout-only time"
         )
-    return shown
+    return shown + _share(result)
+
+
+def _share(result: "Result") -> list[str]:
+    """Whether rollout had the share of a synchronous step that the workload asks for."""
+    band, share = result.plan.workload.band, result.sync_rollout_share()
+    if band is None or share is None:
+        return []
+    missed = "" if band.least <= share <= band.most else ": MISSED, the ratios are of another mix"
+    return [
+        f"rollout alone was {share:.0%} of a synchronous step, of {band.least:.0%} to "
+        f"{band.most:.0%} asked for{missed}"
+    ]
 
 
 def _heading(result: "Result", lengths: dict[str, float]) -> str:
