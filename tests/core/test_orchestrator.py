@@ -1,5 +1,6 @@
 """The actions and the handlers, one situation each, through the public entry alone."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -506,6 +507,23 @@ def test_a_rejected_batch_fails_and_the_step_is_taken_with_another() -> None:
     assert not set(groups) & {group.group for group in second.groups}
     world.send(ev.BatchRejected(0, tuple(g.group for g in second.groups), "loss is nan"))
     assert world.halted == cm.Halt(False, "train step 1 rejected 2 batches in a row: loss is nan")
+
+
+@pytest.mark.parametrize(
+    "late", [lambda groups: ev.BatchRejected(0, groups, "nan"), lambda _: ev.BatchFailed(0, "late")]
+)
+def test_what_another_attempt_says_of_a_rejected_batch_is_late(
+    late: Callable[[tuple[int, ...]], ev.Event],
+) -> None:
+    world = world_of(max_train_attempts=2)
+    full_batch(world)
+    world.pool.clear()
+    groups = tuple(group.group for group in commands(world, cm.Train)[0].groups)
+    world.send(ev.BatchRejected(0, groups, "loss is nan"))
+    failed, asked = len(commands(world, cm.Fail)), len(commands(world, cm.Train))
+    world.send(late(groups))
+    assert (len(commands(world, cm.Fail)), len(commands(world, cm.Train))) == (failed, asked)
+    assert world.halted is None
 
 
 def test_a_trainer_that_does_not_answer_is_asked_again() -> None:

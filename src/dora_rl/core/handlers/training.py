@@ -40,13 +40,13 @@ def batch_trained(state: State, event: BatchTrained) -> None:
 
 
 def batch_failed(state: State, event: BatchFailed) -> None:
-    if _expected_step(state, event, event.step):
+    if not _was_rejected(state, event.step) and _expected_step(state, event, event.step):
         train_again(state, event.reason)
 
 
 def batch_rejected(state: State, event: BatchRejected) -> None:
     """The batch itself is at fault: it fails, and the step is taken with another one."""
-    if not _expected_step(state, event, event.step):
+    if _was_rejected(state, event.step) or not _expected_step(state, event, event.step):
         return
     trainer = state.trainer
     if event.groups != trainer.batch:
@@ -65,6 +65,15 @@ def batch_rejected(state: State, event: BatchRejected) -> None:
         )
     else:
         _resume(state)
+
+
+def _was_rejected(state: State, step: int) -> bool:
+    """Absorb the late answer of one attempt at a batch that another attempt has rejected."""
+    trainer = state.trainer
+    if not trainer.rejections or step != trainer.step or trainer.phase is not TrainerPhase.IDLE:
+        return False
+    absorb(state, "duplicate")
+    return True
 
 
 def _expected_step(state: State, event: object, step: int) -> bool:
