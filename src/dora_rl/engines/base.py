@@ -251,6 +251,8 @@ class Load:
     kv_used_tokens: int
     kv_budget_tokens: int
     versions: Mapping[Version, VersionLoad]
+    proposed_tokens: int = 0  # by speculation, since the engine was made
+    accepted_tokens: int = 0  # of those: each saved its trajectory a step
 
     @property
     def running(self) -> int:
@@ -305,7 +307,7 @@ class Engine(Protocol):
         """Queue a trajectory; it starts in the first step that has a slot for it."""
 
     def step(self) -> list[Output]:
-        """One token for every running trajectory (prompts are read in chunks)."""
+        """At least one token for every running trajectory (prompts are read in chunks)."""
 
     def extend(self, trajectory: TrajectoryId, tokens: tuple[int, ...]) -> None:
         """Append what an environment said to a held trajectory, which then samples on.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from dora_rl.engines.base import Engine
+from dora_rl.engines.speculation import Speculation
 from dora_rl.machine.gpus import may_have_gpu
 
 
@@ -36,6 +37,7 @@ class EngineOptions:
     deterministic: bool
     native_kernels: bool | None = None
     bf16_products: bool = True
+    speculation: Speculation = Speculation.AUTO
     device: str = "auto"
     lora_rank: int | None = None
     """Versions are LoRA adapters of this rank, of the weights in `model`."""

@@ -15,5 +15,6 @@ def create(options: EngineOptions) -> EmbeddedEngine:
         deterministic=options.deterministic,
         native_kernels=options.native_kernels,
         bf16_products=options.bf16_products,
+        speculation=options.speculation,
     )
     return EmbeddedEngine.for_model(options.model, settings, lora=options.lora_rank is not None)

@@ -4,7 +4,7 @@ Everything that the outside may call is here, with its refusals; who runs is dec
 scheduler, and the arithmetic is elsewhere.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence as Series
 from pathlib import Path
 
 import torch
@@ -25,13 +25,14 @@ from dora_rl.engines.base import (
     check_extension,
 )
 from dora_rl.engines.embedded import moving
-from dora_rl.engines.embedded.forwarding import Chunk, Forwarder, TorchForwarder
+from dora_rl.engines.embedded.forwarding import Chunk, Feed, Forwarder, TorchForwarder
 from dora_rl.engines.embedded.kv import KvPool
 from dora_rl.engines.embedded.native_forwarding import NativeForwarder
 from dora_rl.engines.embedded.sampler import Draw, SamplingPlan, sample
 from dora_rl.engines.embedded.scheduler import Scheduler
 from dora_rl.engines.embedded.sequences import Prompt, Sequence, Stage
 from dora_rl.engines.embedded.settings import EngineSettings
+from dora_rl.engines.embedded.speculator import Speculator
 from dora_rl.engines.embedded.versions import AdapterVersions, FullVersions, Versions
 from dora_rl.engines.errors import (
     RequestRefused,
@@ -85,6 +86,7 @@ class EmbeddedEngine:
         self._version_slots = VersionSlots(self.settings.version_slots)
         self._stops: dict[TrajectoryId, StopStrings] = {}
         self._plan: tuple[list[Sampling], SamplingPlan] | None = None
+        self._speculator = Speculator(self._scheduler, config.context)
         self._rates = Rates()
 
     @classmethod
@@ -208,7 +210,7 @@ class EmbeddedEngine:
             ready = [s for s in self._scheduler.running.values() if s.ready]
             if ready:
                 ready.sort(key=lambda s: s.version)
-                outputs += self._advance(ready, self._draw(ready))
+                outputs += self._decode(ready)
         return outputs
 
     @property
@@ -237,6 +239,8 @@ class EmbeddedEngine:
             kv_used_tokens=self._pool.used_tokens,
             kv_budget_tokens=self._pool.num_blocks * self._pool.block_tokens,
             versions=versions,
+            proposed_tokens=self._speculator.proposed,
+            accepted_tokens=self._speculator.accepted,
         )
 
     def close(self) -> None:
@@ -270,44 +274,73 @@ class EmbeddedEngine:
             self._native = NativeForwarder(self.config, self._versions, self._pool)
         return self._native
 
-    def _draw(self, sequences: list[Sequence]) -> Draw:
-        plan = self._sampling_plan(sequences)
-        noise = [uniform(s.request.seed, s.id, len(s.own) - 1) for s in sequences]
-        draw = sample(self._forwarder().next_logits(sequences), plan, noise)
+    def _decode(self, sequences: list[Sequence]) -> list[Output]:
+        feeds = (
+            self._speculator.feeds(sequences)
+            if self._speculates
+            else [Feed(sequence) for sequence in sequences]
+        )
+        draw = self._draw(feeds)
         if not all(draw.finite) and not self._versions.native:
             # One row's NaN may have reached the others: again, with every row by itself.
-            logits = self._forwarder().next_logits(sequences, exact=True)
-            draw = sample(logits, plan, noise)
-        return draw
-
-    def _advance(self, sequences: Iterable[Sequence], draw: Draw) -> list[Output]:
-        outputs: list[Output] = []
-        for row, sequence in enumerate(sequences):
-            if not draw.finite[row]:
-                outputs.append(Failed(sequence.id, "the model's logits are not finite"))
-                self._forget(sequence)
-                continue
-            sequence.kv.tokens += 1
-            sequence.own.append(draw.tokens[row])
-            finish = self._finish(sequence)
-            raw = draw.raw_logprobs[row]
-            outputs.append(
-                Sampled(
-                    trajectory=sequence.id,
-                    version=sequence.version,
-                    digest=self._version_slots.digest(sequence.version),
-                    tokens=(draw.tokens[row],),
-                    logprobs=(draw.logprobs[row],),
-                    raw_logprobs=None if raw is None else (raw,),
-                    finish=finish,
-                )
-            )
-            self._rates.add(sequence.version, 1)
-            if finish is not None and sequence.request.hold:
-                self._scheduler.hold(sequence)
-            elif finish is not None:
-                self._forget(sequence)
+            feeds = [self._speculator.withdraw(feed) for feed in feeds]
+            draw = self._draw(feeds, exact=True)
+        outputs, row = list[Output](), 0
+        for feed in feeds:
+            outputs.append(self._advance(feed, draw, row))
+            row += feed.count
         return outputs
+
+    def _draw(self, feeds: list[Feed], *, exact: bool = False) -> Draw:
+        """A token after each token that is fed, whether what is fed before it is right or not."""
+        plan = self._sampling_plan([f.line.request.sampling for f in feeds for _ in range(f.count)])
+        noise = [
+            uniform(feed.line.request.seed, feed.line.id, len(feed.line.own) - 1 + index)
+            for feed in feeds
+            for index in range(feed.count)
+        ]
+        return sample(self._forwarder().next_logits(feeds, exact=exact), plan, noise)
+
+    def _advance(self, feed: Feed, draw: Draw, row: int) -> Output:
+        """Take the token drawn at `row`, and further ones while those before were as proposed."""
+        sequence = feed.line
+        if not draw.finite[row]:
+            self._forget(sequence)
+            return Failed(sequence.id, "the model's logits are not finite")
+        taken, finish = self._accept(feed, draw, row)
+        rows = slice(row, row + taken)
+        output = Sampled(
+            trajectory=sequence.id,
+            version=sequence.version,
+            digest=self._version_slots.digest(sequence.version),
+            tokens=tuple(draw.tokens[rows]),
+            logprobs=tuple(draw.logprobs[rows]),
+            raw_logprobs=_all_there(draw.raw_logprobs[rows]),
+            finish=finish,
+        )
+        self._rates.add(sequence.version, taken)
+        if finish is not None and sequence.request.hold:
+            self._scheduler.hold(sequence)
+        elif finish is not None:
+            self._forget(sequence)
+        return output
+
+    def _accept(self, feed: Feed, draw: Draw, row: int) -> tuple[int, FinishReason | None]:
+        """How many of the tokens drawn from `row` on the sequence now has, and why it ended."""
+        sequence, end = feed.line, feed.end
+        taken, finish = 0, None
+        for proposed in (*feed.draft.tokens, None):
+            if not draw.finite[row + taken]:
+                break  # it fails in the step that feeds this token alone
+            token = draw.tokens[row + taken]
+            taken += 1
+            sequence.own.append(token)
+            finish = self._finish(sequence)
+            if token != proposed or finish is not None:
+                break
+        sequence.kv.tokens += taken
+        self._speculator.verified(feed, end, taken - 1)
+        return taken, finish
 
     def _finish(self, sequence: Sequence) -> FinishReason | None:
         stops = self._stops.get(sequence.id)
@@ -320,8 +353,7 @@ class EmbeddedEngine:
             stops=lambda: stops is not None and stops.completed(sequence.turn),
         )
 
-    def _sampling_plan(self, sequences: list[Sequence]) -> SamplingPlan:
-        wishes = [s.request.sampling for s in sequences]
+    def _sampling_plan(self, wishes: list[Sampling]) -> SamplingPlan:
         if self._plan is None or self._plan[0] != wishes:
             self._plan = wishes, SamplingPlan(wishes)
         return self._plan[1]
@@ -329,6 +361,12 @@ class EmbeddedEngine:
     def _forget(self, sequence: Sequence) -> None:
         self._scheduler.remove(sequence)
         self._stops.pop(sequence.id, None)
+        if self._speculates:
+            self._speculator.ended(sequence)
+
+    @property
+    def _speculates(self) -> bool:
+        return self.settings.speculates(native=self._versions.native)
 
     def _sequence(self, trajectory: TrajectoryId) -> Sequence:
         try:
@@ -337,3 +375,9 @@ class EmbeddedEngine:
             raise UnknownTrajectory(
                 f"no trajectory `{trajectory}` is here. It may have finished or been cancelled."
             ) from None
+
+
+def _all_there(logprobs: Series[float | None]) -> tuple[float, ...] | None:
+    """All of them or, where they were not asked for, none."""
+    there = tuple(value for value in logprobs if value is not None)
+    return there if len(there) == len(logprobs) else None

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Series
 from dataclasses import dataclass
-from itertools import chain
 from typing import Protocol, TypeAlias
 
 import torch
@@ -19,6 +18,7 @@ from dora_rl.engines.embedded.attention import BlockAttention, ExactAttention, R
 from dora_rl.engines.embedded.kv import KvPool
 from dora_rl.engines.embedded.sequences import Prompt, Sequence
 from dora_rl.engines.embedded.versions import Versions
+from dora_rl.engines.speculation import NOTHING, Draft
 from dora_rl.models.config import ModelConfig
 from dora_rl.models.decoder import RowSpan, forward, logits, rotary_of
 from dora_rl.models.rope import RopeTable
@@ -47,6 +47,31 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class Feed:
+    """A sequence's last token, which is not cached yet, and those that are proposed to follow."""
+
+    line: Sequence
+    draft: Draft = NOTHING
+
+    @property
+    def version(self) -> Version:
+        return self.line.version
+
+    @property
+    def count(self) -> int:
+        return 1 + len(self.draft.tokens)
+
+    @property
+    def tokens(self) -> Series[int]:
+        return (self.line.own[-1], *self.draft.tokens)
+
+    @property
+    def end(self) -> int:
+        """The place behind the last of them, in the sequence's own KV."""
+        return self.line.kv.tokens + self.count
+
+
+@dataclass(frozen=True, slots=True)
 class _Stacking:
     """Rows of several versions in equal blocks: the stacked decoder, and where each row stands."""
 
@@ -58,18 +83,21 @@ class _Stacking:
         return x_R.new_zeros(self.span.stop, *x_R.shape[1:]).index_copy_(0, self.at_R, x_R)
 
 
+Piece: TypeAlias = Chunk | Feed  # consecutive rows of one sequence
+
+
 class Forwarder(Protocol):
     """Runs rows through the weights of the live versions, over one pool."""
 
     def read(self, chunks: Series[Chunk]) -> None:
         """Compute the KV of these chunks."""
 
-    def next_logits(self, sequences: Series[Sequence], *, exact: bool = False) -> Tensor:
-        """Feed the last token of each; the logits of the next, in the order given.
+    def next_logits(self, feeds: Series[Feed], *, exact: bool = False) -> Tensor:
+        """Feed the last token of each, and its draft; the logits after each, in the order given.
 
-        The sequences must stand by version, and have all but their last token cached; that one
+        The sequences must stand by version, and have all but their last token cached; what is fed
         counts as cached when the caller says so. With `exact` no row can touch another, not even
-        by NaN.
+        by NaN, but those that it is drafted for.
         """
 
 
@@ -88,40 +116,22 @@ class TorchForwarder:
 
     def read(self, chunks: Series[Chunk]) -> None:
         chunks = sorted(chunks, key=lambda chunk: chunk.version)
-        rows = [(chunk, index) for chunk in chunks for index in range(chunk.count)]
-        if self._exact:
-            read = self._read_exactly(
-                [self._reads_of_chunk(row, *at) for row, at in enumerate(rows)]
-            )
-        else:
-            read = self._read_chunks(chunks)
-        self._run(
-            self._versions.spans([(chunk.version, chunk.count) for chunk in chunks]),
-            [token for chunk in chunks for token in chunk.tokens],
-            [chunk.line.position + index for chunk, index in rows],
-            [self._place(chunk.line, chunk.line.kv.tokens + index) for chunk, index in rows],
-            read,
-        )
+        read = self._read_exactly(chunks) if self._exact else self._read_chunks(chunks)
+        self._run(self._spans(chunks), chunks, read)
         for chunk in chunks:
             chunk.line.kv.tokens += chunk.count
 
-    def next_logits(self, sequences: Series[Sequence], *, exact: bool = False) -> Tensor:
-        spans = self._versions.spans([(sequence.version, 1) for sequence in sequences])
-        stacking = None if self._exact or exact else self._stack_for(sequences)
-        own = [self._reads_of_own(row, s, 1) for row, s in enumerate(sequences)]
-        prompts = [self._reads_of_prompt(row, s.prompt) for row, s in enumerate(sequences)]
+    def next_logits(self, feeds: Series[Feed], *, exact: bool = False) -> Tensor:
+        spans, stacking = self._spans(feeds), None
         if self._exact or exact:
-            read = self._read_exactly([p + o for p, o in zip(prompts, own, strict=True)])
+            read = self._read_exactly(feeds)
+        elif any(feed.count > 1 for feed in feeds):  # blocks are not equally full for all rows
+            read = self._read_chunks(feeds)
         else:
-            read = self._read_blocks(sequences, own, prompts)
-        hidden = self._run(
-            spans,
-            [s.own[-1] for s in sequences],
-            [s.position for s in sequences],
-            [self._place(s, s.kv.tokens) for s in sequences],
-            read,
-            stacking,
-        )
+            sequences = [feed.line for feed in feeds]
+            stacking = self._stack_for(sequences)
+            read = self._read_blocks(sequences)
+        hidden = self._run(spans, feeds, read, stacking)
         if stacking is not None:
             return logits([stacking.span], hidden).index_select(0, stacking.at_R)
         return logits(spans, hidden)
@@ -140,15 +150,20 @@ class TorchForwarder:
         at_R = [versions.index(v) * height + i for v, n in counts.items() for i in range(n)]
         return _Stacking(RowSpan(decoder, 0, rows), torch.tensor(at_R))
 
+    def _spans(self, pieces: Series[Piece]) -> list[RowSpan]:
+        return self._versions.spans([(piece.version, piece.count) for piece in pieces])
+
     def _run(
         self,
         spans: Series[RowSpan],
-        tokens: Series[int],
-        positions: Series[int],
-        places: Series[tuple[int, int]],
+        pieces: Series[Piece],
         read: Read,
         stacking: "_Stacking | None" = None,
     ) -> Tensor:
+        rows = [(piece.line, index) for piece in pieces for index in range(piece.count)]
+        tokens = [token for piece in pieces for token in piece.tokens]
+        positions = [line.position + index for line, index in rows]
+        places = [self._place(line, line.kv.tokens + index) for line, index in rows]
         block_R, offset_R = torch.tensor(places).unbind(1)
         cos_RD, sin_RD = rotary_of(*self._rope.cos_sin(torch.tensor(positions)))
         keys, values = self._pool.keys_LNKDT, self._pool.values_LNKTD
@@ -169,51 +184,51 @@ class TorchForwarder:
         tokens_R, cos_RD, sin_RD = map(stacking.spread, (tokens_R, cos_RD, sin_RD))
         return forward([stacking.span], tokens_R, cos_RD, sin_RD, attend_stacked)
 
-    def _read_blocks(
-        self,
-        sequences: Series[Sequence],
-        own: Series[list[Reading]],
-        prompts: Series[list[Reading]],
-    ) -> Read:
+    def _read_blocks(self, sequences: Series[Sequence]) -> Read:
         """Single rows over the blocks where they lie: at the low end and at the high one."""
-        low, high = list(chain(*own)), list[Reading]()
-        for sequence, reads in zip(sequences, prompts, strict=True):
+        low, high = list[Reading](), list[Reading]()
+        for row, sequence in enumerate(sequences):
+            low += self._reads_of_own(row, sequence, 1)
+        for row, sequence in enumerate(sequences):
+            reads = self._reads_of_prompt(row, sequence.prompt)
             (low if sequence.prompt.kv.low else high).extend(reads)
         attend = BlockAttention(
             [low, high] if high else [low],
-            len(own),
+            len(sequences),
             self._pool.block_tokens,
             self._config.num_kv_heads,
         )
         return self._over_pool(attend)
 
-    def _read_exactly(self, reads_R: Series[Series[Reading]]) -> Read:
+    def _read_exactly(self, pieces: Series[Piece]) -> Read:
+        rows = [(piece, index) for piece in pieces for index in range(piece.count)]
+        reads_R = [self._reads_of_row(row, *at) for row, at in enumerate(rows)]
         return self._over_pool(ExactAttention(reads_R, self._pool.block_tokens))
 
     def _over_pool(self, attend: BlockAttention | ExactAttention) -> Read:
         keys, values, scale = self._pool.keys_LNKDT, self._pool.values_LNKTD, self._scale
         return lambda layer, q_RHD: attend(q_RHD, keys[layer], values[layer], scale)
 
-    def _read_chunks(self, chunks: Series[Chunk]) -> Read:
-        """Each chunk over a copy of all that it reads: bound by arithmetic anyway."""
+    def _read_chunks(self, pieces: Series[Piece]) -> Read:
+        """Each piece over a copy of all that it reads: bound by arithmetic anyway."""
 
         def read(layer: int, q_RHD: Tensor) -> Tensor:
             out = []
             start = 0
-            for chunk in chunks:
-                q_CHD = q_RHD[start : start + chunk.count]
-                keys_KDT, values_KTD = self._copy_up_to(layer, chunk)
-                first = chunk.line.position
+            for piece in pieces:
+                q_CHD = q_RHD[start : start + piece.count]
+                keys_KDT, values_KTD = self._copy_up_to(layer, piece)
+                first = piece.line.position
                 out.append(causal(q_CHD, keys_KDT, values_KTD, first, self._scale))
-                start += chunk.count
+                start += piece.count
             return torch.cat(out)
 
         return read
 
-    def _copy_up_to(self, layer: int, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """Keys and values from the first token of the sequence to the last of the chunk."""
-        line = chunk.line
-        end = line.kv.tokens + chunk.count
+    def _copy_up_to(self, layer: int, piece: Piece) -> tuple[Tensor, Tensor]:
+        """Keys and values from the first token of the sequence to the last of the piece."""
+        line = piece.line
+        end = line.kv.tokens + piece.count
         stretches = [(line.kv.blocks, end)]
         if isinstance(line, Sequence):
             stretches.insert(0, (line.prompt.kv.blocks, len(line.prompt.tokens)))
@@ -226,8 +241,8 @@ class TorchForwarder:
             values.append(value[:, :tokens].float())
         return torch.cat(keys, -1), torch.cat(values, 1)
 
-    def _reads_of_chunk(self, row: int, chunk: Chunk, index: int) -> list[Reading]:
-        line = chunk.line
+    def _reads_of_row(self, row: int, piece: Piece, index: int) -> list[Reading]:
+        line = piece.line
         prompt = self._reads_of_prompt(row, line.prompt) if isinstance(line, Sequence) else []
         return prompt + self._reads_of_own(row, line, index + 1)
 

@@ -80,6 +80,15 @@ class KvPool:
             self._lowest = sorted(self._free)
             self._highest = sorted(-block for block in self._free)
 
+    def wipe(self, blocks: Sequence[int], start: int, stop: int) -> None:
+        """Zeros for the tokens from `start` to `stop` in these blocks."""
+        while start < stop:
+            place, offset = divmod(start, self.block_tokens)
+            end = min(self.block_tokens, offset + stop - start)
+            self.keys_LNKDT[:, blocks[place], :, :, offset:end] = 0
+            self.values_LNKTD[:, blocks[place], :, offset:end] = 0
+            start += end - offset
+
     def read(self, blocks: Sequence[int], tokens: int) -> Tensor:
         """A copy of the first `tokens` tokens in these blocks: [layer, k or v, token, head, D]."""
         layers, _, heads, width, size = self.keys_LNKDT.shape

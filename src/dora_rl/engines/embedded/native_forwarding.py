@@ -7,7 +7,7 @@ from collections.abc import Sequence as Series
 
 from torch import Tensor
 
-from dora_rl.engines.embedded.forwarding import Chunk
+from dora_rl.engines.embedded.forwarding import Chunk, Feed
 from dora_rl.engines.embedded.kv import KvPool
 from dora_rl.engines.embedded.sequences import Prompt, Sequence
 from dora_rl.engines.embedded.versions import Versions
@@ -33,11 +33,11 @@ class NativeForwarder:
         for chunk in chunks:
             chunk.line.kv.tokens += chunk.count
 
-    def next_logits(self, sequences: Series[Sequence], *, exact: bool = False) -> Tensor:
-        weights = self._versions.row_weights([(sequence.version, 1) for sequence in sequences])
+    def next_logits(self, feeds: Series[Feed], *, exact: bool = False) -> Tensor:
+        weights = self._versions.row_weights([(feed.version, feed.count) for feed in feeds])
         rows = Rows([], [], [], [], [], [], [])
-        for sequence in sequences:
-            self._add(rows, sequence, sequence.own[-1:])
+        for feed in feeds:
+            self._add(rows, feed.line, feed.tokens)
         logits = self._passes.run(weights, rows, logits=True)
         assert logits is not None
         return logits

@@ -119,6 +119,25 @@ class Scheduler:
         self._compact()
         return outputs
 
+    def lend(self, sequence: Sequence, tokens: int) -> int:
+        """Free blocks for tokens after the next one, until `settle`; how many have room."""
+        blocks, pool = sequence.kv.blocks, self.pool
+        wanted = pool.blocks_for(len(sequence.own) + tokens)
+        while len(blocks) < wanted and pool.free:
+            blocks.append(pool.take_low())
+        return min(tokens, len(blocks) * pool.block_tokens - len(sequence.own))
+
+    def settle(self, sequence: Sequence, fed: int, ahead: int = 0) -> None:
+        """Of the tokens that were fed, up to the place `fed`, what is not cached leaves no trace.
+
+        Its blocks are those for what is cached and so many tokens ahead, as if no others were fed.
+        """
+        kv, pool = sequence.kv, self.pool
+        kept = pool.blocks_for(kv.tokens + ahead)
+        pool.wipe(kv.blocks, kv.tokens, min(fed, kept * pool.block_tokens))
+        pool.give_back(kv.blocks[kept:])
+        del kv.blocks[kept:]
+
     @property
     def idle(self) -> bool:
         return not self.running and not self._candidates

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from dora_rl.core.protocol.errors import SettingsError
 from dora_rl.engines import kv_room
+from dora_rl.engines.speculation import Speculation
 from dora_rl.machine import cgroups
 from dora_rl.models.config import ModelConfig
 from dora_rl.models.linear import Layout
@@ -32,6 +33,9 @@ class EngineSettings:
     # Where it is faster, what enters a product of bf16 weights is rounded to bf16. Never in the
     # deterministic mode.
     bf16_products: bool = True
+    # Tokens are proposed and checked in one pass. AUTO: by the native kernels, and not in the
+    # deterministic mode, whose runs count steps.
+    speculation: Speculation = Speculation.AUTO
 
     def __post_init__(self) -> None:
         for name in ("slots", "version_slots", "block_tokens", "prefill_chunk"):
@@ -53,6 +57,11 @@ class EngineSettings:
                 f"rollout.layout must be left out with rollout.native_kernels, which have their "
                 f"own: `{self.layout}`."
             )
+        if self.speculation not in list(Speculation):
+            raise SettingsError(
+                f"rollout.speculation must be one of {', '.join(Speculation)}: "
+                f"`{self.speculation}`."
+            )
         if self.kv_dtype not in ("float32", "bfloat16"):
             raise SettingsError(f"rollout.kv_dtype must be float32 or bfloat16: `{self.kv_dtype}`.")
         if self.deterministic and self.layout not in (None, Layout.TILED):
@@ -73,6 +82,11 @@ class EngineSettings:
     def bf16_dots(self) -> bool:
         """Whether the kernels multiply bf16 weights by the processor's instructions for bf16."""
         return self.bf16_products and not self.deterministic and bf16_dots().in_force
+    def speculates(self, *, native: bool) -> bool:
+        """Whether tokens are proposed, with or without the native kernels."""
+        if self.speculation is Speculation.AUTO:
+            return native and not self.deterministic
+        return self.speculation is Speculation.ON
 
     def layout_for(self, weights_bytes: int, copies: int) -> Layout:
         """The form of the weights, for so many sets of them of this size."""

@@ -1,0 +1,120 @@
+"""Tokens that may follow, guessed from text that is there: when to propose some, and which.
+
+Pure and free of torch: counts in, tokens out. An engine feeds what is proposed in the same pass as
+a sequence's last token and draws at every position. A proposed token that is the one drawn has
+saved a pass, any other costs its row; nothing that comes out depends on it.
+"""
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+MOST_SEQUENCES = 8  # with more in a step, a further row costs what a token does
+MOST_TOKENS = 15  # that are proposed at once: with the last token, 16 rows
+_CONTEXTS = (6, 3, 2)  # lengths of the contexts that are counted, the longest first
+_DOUBT = 2.0  # unseen continuations that every context is taken to have
+# What a pass takes besides its rows, in rows. Measured: 8 for SmolLM2-135M in bf16, whose weights
+# are read once for all rows, more for smaller models.
+_PASS_IN_ROWS = 8.0
+_TRIALS = 8.0  # accepted before any was: a new sequence is trusted
+_MEMORY = 64.0  # trials that are remembered
+
+
+class Speculation(StrEnum):
+    """What `rollout.speculation` may be."""
+
+    AUTO = "auto"  # where it has been measured to be faster
+    ON = "on"
+    OFF = "off"
+
+
+def least_probability(sequences: int) -> float:
+    """That a proposed token must be accepted with to pay, in a step of so many sequences.
+
+    A pass of R rows takes 8 + R units, so a token of B rows takes (8 + B) / B, and one row more
+    takes 1: worth it if it gives a token with a probability above B / (8 + B).
+    """
+    return sequences / (sequences + _PASS_IN_ROWS)
+
+
+class Acceptance:
+    """How often the proposals for one sequence were right, beside how often they should be."""
+
+    __slots__ = ("_accepted", "_expected")
+
+    def __init__(self) -> None:
+        self._accepted = self._expected = _TRIALS
+
+    @property
+    def trust(self) -> float:
+        """What estimated probabilities are to be multiplied by, at most 1."""
+        return min(1.0, self._accepted / self._expected)
+
+    def add(self, probabilities: Sequence[float], accepted: int) -> None:
+        """So many of the tokens proposed with these probabilities were accepted, one by one."""
+        self._expected += sum(probabilities[: accepted + 1])
+        self._accepted += accepted
+        if self._expected > _MEMORY:
+            self._expected /= 2
+            self._accepted /= 2
+
+    def fade(self) -> None:
+        """Nothing was proposed: what is distrusted is tried again after a while."""
+        self._expected += (_TRIALS - self._expected) / _MEMORY
+        self._accepted += (_TRIALS - self._accepted) / _MEMORY
+
+
+class Draft(NamedTuple):
+    """Proposed tokens, and the estimated probability of each after those before it."""
+
+    tokens: tuple[int, ...] = ()
+    probabilities: tuple[float, ...] = ()
+
+
+NOTHING = Draft()
+
+
+class Continuations:
+    """How often each token followed each context of a few tokens, in some texts."""
+
+    def __init__(self) -> None:
+        self.counted = 0  # tokens
+        self._after: dict[tuple[int, ...], dict[int, int]] = {}
+
+    def count(self, text: Sequence[int], start: int, stop: int) -> None:
+        """The tokens of the text from `start` to `stop`, each after those before it."""
+        after = self._after
+        for at in range(start, stop):
+            token = text[at]
+            for length in _CONTEXTS:
+                if length <= at:
+                    counts = after.setdefault(tuple(text[at - length : at]), {})
+                    counts[token] = counts.get(token, 0) + 1
+        self.counted += stop - start
+
+    def clear(self) -> None:
+        self.counted = 0
+        self._after.clear()
+
+    def likely(self, text: Sequence[int], least: float, most: int, trust: float = 1.0) -> Draft:
+        """The likeliest tokens after this text: at most so many, together as likely as `least`."""
+        recent = list(text[-_CONTEXTS[0] :])
+        tokens, probabilities = list[int](), list[float]()
+        together = 1.0
+        while len(tokens) < most:
+            token, probability = self._next(recent)
+            together *= probability * trust
+            if together < least:
+                break
+            tokens.append(token)
+            probabilities.append(probability)
+            recent.append(token)
+        return Draft(tuple(tokens), tuple(probabilities))
+
+    def _next(self, recent: list[int]) -> tuple[int, float]:
+        """By the longest context that has been seen; with probability 0 if none has."""
+        for length in _CONTEXTS:
+            if length <= len(recent) and (counts := self._after.get(tuple(recent[-length:]))):
+                token = max(counts, key=counts.__getitem__)  # the first of equals: no randomness
+                return token, counts[token] / (sum(counts.values()) + _DOUBT)
+        return 0, 0.0
