@@ -36,6 +36,7 @@ from tests.engines.driving import (
     ask,
     assert_as_alone,
     assert_same,
+    paced,
     read_whole,
     start,
 )
@@ -78,6 +79,7 @@ class StopStringContract:
         assert_as_alone(harness, drive, [ask(harness, 2)])
 
     def test_a_stop_string_may_begin_before_a_move(self, harness: Harness) -> None:
+        paced(harness)
         free = alone(harness, [ask(harness, 1)])[1].tokens
         stop = harness.decode(free[2:5])
         request = ask(harness, 1, stop=(stop,))
@@ -96,6 +98,8 @@ class StopStringContract:
         self, harness: Harness, where: str, pause: str
     ) -> None:
         """What was said neither is one nor begins one."""
+        if pause == "crash":
+            paced(harness)  # it must not have ended by then
         request, said, turn = self.two_turns(harness)
         stop = harness.decode(
             {"said": said[1:], "across": (*said[2:], turn[0]), "sampled": turn[2:4]}[where]

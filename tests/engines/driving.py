@@ -44,6 +44,7 @@ class Harness:
     tolerance: float = 0.0  # of a log-probability whose KV was computed anew
     kv_unit: int = 1  # KV is given out in pieces of so many tokens
     most_versions: int = 1000  # that an engine can be made for
+    one_token_a_step: bool = True  # else some tests of what is when are skipped: see `paced`
 
     def __init__(self) -> None:
         self._made: list[Engine] = []
@@ -365,6 +366,12 @@ def needs(engine: Engine, *, version_slots: int = 1, **abilities: bool) -> None:
     for ability, wanted in abilities.items():
         if getattr(able, ability) != wanted:
             pytest.skip(f"the engine's {ability} is {not wanted}")
+
+
+def paced(harness: Harness) -> None:
+    """Skip a test that counts steps, where a trajectory may have got further in them."""
+    if not harness.one_token_a_step:
+        pytest.skip("the engine gives several tokens a step")
 
 
 def start(harness: Harness, *versions: Version, **settings: int) -> Drive:

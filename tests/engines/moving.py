@@ -23,6 +23,7 @@ from tests.engines.driving import (
     budget,
     mixed,
     needs,
+    paced,
     start,
 )
 
@@ -170,6 +171,7 @@ class RoomTests:
 
     def test_nothing_is_computed_twice_to_make_room(self, harness: Harness) -> None:
         """Who comes back continues in the same step: reading again would take several."""
+        paced(harness)
         requests, tokens = self.crowd(harness)
         drive = start(harness, slots=4, kv_budget_tokens=tokens, prefill_chunk=2)
         drive.submit(*requests)
@@ -210,6 +212,7 @@ class RoomTests:
         assert_as_alone(harness, drive, [r for r in requests if r.trajectory not in gone])
 
     def test_the_load_says_what_is_done(self, harness: Harness) -> None:
+        paced(harness)
         drive = start(harness, OLD, MID, slots=2, version_slots=3)
         empty = drive.engine.load()
         assert (empty.slots, empty.version_slots) == (2, 3)
@@ -295,7 +298,7 @@ class MoveTests:
 
     def test_one_that_is_there_already_is_not_taken(self, harness: Harness) -> None:
         source, target = start(harness), start(harness)
-        request, other = ask(harness, 1), ask(harness, 1, seed=5)
+        request, other = (ask(harness, 1, seed=seed, max_tokens=30) for seed in (11, 5))
         source.submit(request)
         source.step(2)
         target.submit(other)
@@ -384,9 +387,10 @@ class CarryTests:
         source, target = start(harness, OLD, MID), start(harness, MID)
         source.submit(ask(harness, 1))
         source.until(1, 3)
+        carried = len(source.records[1].tokens)
         source.carry(OLD, MID)
         target.records = source.records
         source.move(1, target)
         record = target.run()[1]
-        again = replace(ask(harness, 1, MID), prefix=tuple(record.tokens[:3]))
-        assert_same(harness, record.after(3), alone(harness, [again])[1], anew=True)
+        again = replace(ask(harness, 1, MID), prefix=tuple(record.tokens[:carried]))
+        assert_same(harness, record.after(carried), alone(harness, [again])[1], anew=True)

@@ -26,6 +26,7 @@ from tests.engines.driving import (
     budget,
     mixed,
     needs,
+    paced,
     start,
 )
 
@@ -272,7 +273,7 @@ class RequestTests:
         drive = start(harness, kv_budget_tokens=budget(harness))
         good = [ask(harness, i) for i in (1, 2, 3)]
         drive.submit(*good[:2])
-        drive.step(2)
+        drive.step()
         before = drive.engine.load().versions[OLD]
         with pytest.raises(RequestRefused) as refusal:
             drive.engine.submit(change(harness, ask(harness, 99)))
@@ -334,6 +335,7 @@ class RequestTests:
         assert record.finish is FinishReason.STOP_TOKEN
 
     def test_one_token_a_step_for_all_that_run(self, harness: Harness) -> None:
+        paced(harness)
         drive = start(harness, slots=3)
         drive.submit(*(ask(harness, i) for i in range(3)))
         drive.until(2, 1)
@@ -343,6 +345,7 @@ class RequestTests:
             assert all(isinstance(one, Sampled) and len(one.tokens) == 1 for one in outputs)
 
     def test_a_free_slot_is_used_in_the_next_step(self, harness: Harness) -> None:
+        paced(harness)
         drive = start(harness, slots=2)
         drive.submit(ask(harness, 1))
         drive.until(1, 2)
@@ -482,7 +485,7 @@ class NoiseTests:
 
     def test_a_cancelled_neighbour_does_not_matter(self, harness: Harness) -> None:
         requests = mixed(harness)
-        gone = ask(harness, 1)
+        gone = ask(harness, 1, max_tokens=30)
         for steps in range(4):
             drive = start(harness, slots=4)
             drive.submit(requests[0], gone, *requests[1:])

@@ -24,6 +24,7 @@ from tests.engines.driving import (
     assert_as_alone,
     assert_same,
     needs,
+    paced,
     read_whole,
     start,
 )
@@ -133,6 +134,7 @@ class TurnTests:
 
     def test_only_what_was_said_is_read_and_nobody_waits_for_it(self, harness: Harness) -> None:
         """A long episode with a small chunk: reading it all would take a dozen steps."""
+        paced(harness)
         drive = start(harness, prefill_chunk=2)
         needs(drive.engine, parking=True)
         request, mate = brief(harness, 1, length=20), ask(harness, 2, max_tokens=40)

@@ -9,7 +9,9 @@ import torch
 from dora_rl.core.protocol.types import TrajectoryId
 from dora_rl.engines.base import Engine
 from dora_rl.engines.embedded import EmbeddedEngine, EngineSettings, versions
+from dora_rl.engines.speculation import Speculation
 from tests.engines.contract import Harness
+from tests.engines.embedded.drafts import look_ahead, spoilt
 from tests.engines.random_versions import Models
 
 # What brings weights into the form of torch's products, and into that of the native kernels.
@@ -20,8 +22,17 @@ class EmbeddedHarness(Harness):
     kv_unit = 4
 
     def __init__(
-        self, models: Models, *, deterministic: bool = True, native_kernels: bool | None = None
+        self,
+        models: Models,
+        *,
+        deterministic: bool = True,
+        native_kernels: bool | None = None,
+        speculates: bool = False,
     ) -> None:
+        """With `speculates`, engines of several slots have drafts, right and wrong ones.
+
+        Those of one slot do not: the suite compares with them.
+        """
         super().__init__()
         self.models = models
         self.vocab_size = models.config.vocab_size
@@ -31,19 +42,26 @@ class EmbeddedHarness(Harness):
         self.tolerance = 0.0 if deterministic else 1e-4
         self._deterministic = deterministic
         self._native_kernels = native_kernels
+        self._speculates = speculates
+        self.one_token_a_step = not speculates
 
     def _make(self, *, deterministic: bool, **settings: Any) -> Engine:
-        return EmbeddedEngine(
+        speculates = self._speculates and settings["slots"] > 1
+        engine = EmbeddedEngine(
             self.models.config,
             EngineSettings(
                 block_tokens=self.kv_unit,
                 deterministic=deterministic and self._deterministic,
                 native_kernels=self._native_kernels,
+                speculation=Speculation.ON if speculates else Speculation.OFF,
                 **{"kv_budget_tokens": 1024, **settings},
             ),
             self.models.tokenizer,
             self.models.base,
         )
+        if speculates:
+            look_ahead(engine, spoilt(self.vocab_size))
+        return engine
 
     def weights(self, n: int) -> Path:
         return self.models.path(n)

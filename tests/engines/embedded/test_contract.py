@@ -44,6 +44,41 @@ class TestNative(EngineContract, StopStringContract, FailureContract):
             yield made
 
 
+@needs_kernels
+class TestSpeculating(EngineContract, StopStringContract, FailureContract):
+    """With drafts in every step, against engines without."""
+
+    @pytest.fixture
+    def harness(self, models: Models) -> Iterator[Harness]:
+        with EmbeddedHarness(models, native_kernels=True, speculates=True) as made:
+            yield made
+
+
+@pytest.mark.slow
+class TestSpeculatingOtherwise(EngineContract, StopStringContract, FailureContract):
+    """The same by torch's operations, and for adapters."""
+
+    @pytest.fixture(
+        params=[
+            pytest.param((False, True, False), id="deterministic"),
+            pytest.param((False, False, False), id="normal"),
+            pytest.param((True, True, False), id="adapters-deterministic"),
+            pytest.param((True, True, True), id="adapters-native", marks=needs_kernels),
+        ]
+    )
+    def harness(
+        self, models: Models, adapters: Models, request: pytest.FixtureRequest
+    ) -> Iterator[Harness]:
+        lora, exact, native = request.param
+        with EmbeddedHarness(
+            adapters if lora else models,
+            deterministic=exact,
+            native_kernels=native,
+            speculates=True,
+        ) as made:
+            yield made
+
+
 @pytest.mark.slow
 class TestAdapters(EngineContract, StopStringContract, FailureContract):
     """Versions that are LoRA adapters of one base."""
