@@ -67,6 +67,19 @@ Examples:
   dora-rl bench migration --quick
 """
 
+SPECULATION = """\b
+The responses of each prompt go through an engine with as many slots as the batch, sampled at
+temperature 1 and ended as the model ends them, by an engine with speculation and one without, in
+turns. With more slots than 8, nothing is proposed. Seconds are those that the process computed.
+The quickstart's model gets the longest prompts of its task, any other a few questions.
+
+\b
+Examples:
+  dora-rl bench speculation
+  dora-rl bench speculation --model quickstart --batches 1,4 --json
+  dora-rl bench speculation --quick
+"""
+
 VERSIONS = """\b
 One engine holds all versions, each with other weights. The rows of the batch are split evenly.
 With --lora the versions are adapters of one base, and a second engine, which serves the base

@@ -21,6 +21,13 @@ QUICK: Mapping[str, Mapping[str, Any]] = {
     "engine": {"batches": "1,8,32", **_OF_AN_ENGINE},
     "migration": {"tokens": "250,1000", **_OF_AN_ENGINE},
     "versions": {"batch": 16, "new_tokens": 16, **_OF_AN_ENGINE},
+    "speculation": {
+        "model": "quickstart",
+        "batches": "1,4",
+        "prompts": 2,
+        "repeats": 1,
+        "phase_seconds": 30.0,
+    },
     "trl": {
         "model": "quickstart",
         "steps": 2,

@@ -158,6 +158,31 @@ def versions(**options: Any) -> benching.Measurement:
     return benching.Measurement(partial(measure, Plan(**options)))
 
 
+@command.command(epilog=about.SPECULATION)
+@click.option(
+    "--batches",
+    callback=benching.numbers("1,2,4"),
+    default="1,2,4,8",
+    show_default=True,
+    metavar="N,N,…",
+    help="Slots of the engine: trajectories that run at once.",
+)
+@click.option("--prompts", type=int, default=4, show_default=True, help="Groups to measure.")
+@click.option(
+    "--group-size", type=int, default=8, show_default=True, help="Responses to each prompt."
+)
+@click.option(
+    "--max-tokens", type=int, default=256, show_default=True, help="Tokens of a response, at most."
+)
+@benching.of_an_engine(repeats=2, phase_seconds=120, phase="a batch size")
+@benching.measured
+def speculation(**options: Any) -> benching.Measurement:
+    """Tokens per second of a few trajectories of one engine, with speculation and without."""
+    from dora_rl.benchmarks.speculation import Plan, measure
+
+    return benching.Measurement(partial(measure, Plan(**options)))
+
+
 @command.command(epilog=about.TRL)
 @click.option(
     "--model",

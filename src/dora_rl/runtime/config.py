@@ -23,6 +23,7 @@ from dora_rl.engines.registry import (
     most_versions,
     sampling_refusal,
 )
+from dora_rl.engines.speculation import Speculation
 from dora_rl.engines.vllm.settings import VllmSettings
 from dora_rl.machine import processor
 from dora_rl.runtime.launchers.ray.settings import RaySettings
@@ -88,6 +89,10 @@ class RolloutSettings(ConfigModel):
         default=True,
         description="the embedded engine may round what enters a product of bf16 weights to bf16, "
         "where that is faster and it is not deterministic; else products are in float32",
+    speculation: Speculation = Field(
+        default=Speculation.AUTO,
+        description="whether the embedded engine proposes tokens to its last few trajectories: "
+        "auto, on or off; the same tokens come out",
     )
     max_tokens: int = Field(default=256, ge=1, description="of a response, all turns together")
     temperature: float = Field(

@@ -115,6 +115,12 @@ def _settings_of_ours(
     }
 
 
+def siblings(model: Model, threads: int, work: Path) -> Start:
+    """Engines with speculation and without."""
+    settings = {"directory": str(model.directory), "work": str(work), "threads": threads}
+    return _of_this_python("siblings", threads, settings)
+
+
 def machine(threads: int) -> Start:
     return _of_this_python(MACHINE, threads, {"threads": threads})
 

@@ -252,6 +252,9 @@ class Used(_Message, frozen=True, tag=True):
     weights_sent_bytes: int = 0
     weights_whole_bytes: int = 0
     """What the versions that it was sent take, each sent whole."""
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
+    """By its engine's speculation: see `engines.base.Load`."""
 
 
 # To the trainer

@@ -83,16 +83,30 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
     """Of the versions that instances installed since the step before."""
     weights_sent_share: float | None = None
     """The same over the bytes of these versions, each sent whole; None if none was installed."""
+    proposed_tokens: int = 0
+    """By the speculation of engines, since the step before."""
+    accepted_tokens: int = 0
+    """Of those: each saved its trajectory a step of the engine."""
 
 
-class Sent(NamedTuple):
-    """Bytes of weights that instances were sent, and what the versions take whole."""
+class Counts(NamedTuple):
+    """What instances counted besides their slots: weights they were sent, and speculation."""
 
-    bytes: int = 0
-    whole: int = 0
+    sent_bytes: int = 0
+    whole_bytes: int = 0  # that the same versions take whole
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
 
-    def plus(self, used: ms.Used) -> "Sent":
-        return Sent(self.bytes + used.weights_sent_bytes, self.whole + used.weights_whole_bytes)
+    def plus(self, used: ms.Used) -> "Counts":
+        return Counts(
+            self.sent_bytes + used.weights_sent_bytes,
+            self.whole_bytes + used.weights_whole_bytes,
+            self.proposed_tokens + used.proposed_tokens,
+            self.accepted_tokens + used.accepted_tokens,
+        )
+
+    def since(self, before: "Counts") -> "Counts":
+        return Counts(*(now - then for now, then in zip(self, before, strict=True)))
 
 
 Watcher = Callable[[StepRecord], object]
@@ -108,7 +122,7 @@ class Recorder(Listener):
     # Counted by processes, and ends with them.
     WIRED = (
         *("_orchestrator", "_watch", "_used", "_ended", "_taken", "_taken_s", "last"),
-        *("_sent", "_sent_before"),
+        *("_counts", "_counts_before"),
     )
 
     def __init__(self, orchestrator: Orchestrator, watch: Sequence[Watcher] = ()) -> None:
@@ -126,8 +140,8 @@ class Recorder(Listener):
         self._slots: dict[InstanceId, int] = {}
         self._taken: tuple[int, float] | None = None  # for which step, since when
         self._taken_s = 0.0  # slot time
-        self._sent = Sent()  # to instances that are gone
-        self._sent_before = Sent()
+        self._counts = Counts()  # of instances that are gone
+        self._counts_before = Counts()
         self._filtered: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
         self.last: StepRecord | None = None
@@ -202,7 +216,7 @@ class Recorder(Listener):
             before = self._used.pop(event.instance, None)
             if before is not None:
                 self._ended = _add(self._ended, before)
-                self._sent = self._sent.plus(before)
+                self._counts = self._counts.plus(before)
 
     def used(self, now: float, instance: InstanceId, used: ms.Used) -> None:
         before = self._used.get(instance)
@@ -230,13 +244,13 @@ class Recorder(Listener):
             migrated=self._migrated,
         )
 
-    def _sent_since(self) -> Sent:
-        """What was sent since the last call."""
-        total = self._sent
+    def _counts_since(self) -> Counts:
+        """What was counted since the last call."""
+        total = self._counts
         for used in self._used.values():
             total = total.plus(used)
-        before, self._sent_before = self._sent_before, total
-        return Sent(total.bytes - before.bytes, total.whole - before.whole)
+        before, self._counts_before = self._counts_before, total
+        return total.since(before)
 
     def _record(self, now: float, report: ms.Trained, samples: Sequence[SampleRef]) -> StepRecord:
         reading = self.reading()
@@ -249,7 +263,7 @@ class Recorder(Listener):
             for sample in samples
         ]
         mean = _mean(rewards)
-        sent = self._sent_since()
+        counts = self._counts_since()
         return StepRecord(
             step=report.step + 1,
             time_s=now,
@@ -274,8 +288,12 @@ class Recorder(Listener):
             filtered=self._filtered.total(),
             failed=self.failures.total(),
             metrics=report.metrics,
-            weights_sent_bytes=sent.bytes,
-            weights_sent_share=sent.bytes / sent.whole if sent.whole else None,
+            weights_sent_bytes=counts.sent_bytes,
+            weights_sent_share=counts.sent_bytes / counts.whole_bytes
+            if counts.whole_bytes
+            else None,
+            proposed_tokens=counts.proposed_tokens,
+            accepted_tokens=counts.accepted_tokens,
         )
 
 
@@ -290,7 +308,7 @@ def _add(reading: Reading, used: ms.Used) -> Reading:
 def _counters(used: ms.Used) -> tuple[float, ...]:
     """Each only grows, so that the later of two reports is the greater one."""
     work = used.slots_s, used.busy_s, used.tokens, used.steps, used.reread_tokens
-    return *work, used.weights_sent_bytes, used.weights_whole_bytes
+    return *work, *Counts().plus(used)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -75,6 +75,7 @@ def make_engine(config: RunConfig, model: Path) -> Engine:
             deterministic=config.deterministic,
             native_kernels=rollout.native_kernels,
             bf16_products=rollout.bf16_products,
+            speculation=rollout.speculation,
             device=rollout.device,
             lora_rank=None if config.model.lora is None else config.model.lora.rank,
             extra=rollout.engine_options,

@@ -364,7 +364,8 @@ class RolloutInstance:
             if placed.stage is not Stage.KEPT and len(placed.partial.tokens) != placed.reported:
                 placed.reported = len(placed.partial.tokens)
                 lengths.append(Length(placed.id, placed.fence, placed.partial.num_sampled))
-        self._kv_tokens = self.engine.load().kv_used_tokens
+        load = self.engine.load()
+        self._kv_tokens = load.kv_used_tokens
         self._report(
             ev.InstanceProgressed(self.instance, self.incarnation, self._kv_tokens, tuple(lengths))
         )
@@ -380,6 +381,8 @@ class RolloutInstance:
                 self._here.num_running,
                 self.weights.traffic.sent_bytes,
                 self.weights.traffic.whole_bytes,
+                load.proposed_tokens,
+                load.accepted_tokens,
             )
         )
 
