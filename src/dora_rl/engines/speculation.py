@@ -5,17 +5,16 @@ a sequence's last token and draws at every position. A proposed token that is th
 saved a pass, any other costs its row; nothing that comes out depends on it.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-MOST_SEQUENCES = 8  # with more in a step, a further row costs what a token does
+MOST_SEQUENCES = 4  # with more in a step, looking for tokens takes longer than it saves
 MOST_TOKENS = 15  # that are proposed at once: with the last token, 16 rows
 _CONTEXTS = (6, 3, 2)  # lengths of the contexts that are counted, the longest first
 _DOUBT = 2.0  # unseen continuations that every context is taken to have
-# What a pass takes besides its rows, in rows. Measured: 8 for SmolLM2-135M in bf16, whose weights
-# are read once for all rows, more for smaller models.
-_PASS_IN_ROWS = 8.0
+_LEAST = 0.1  # probability of a token that any pass has a row for
 _TRIALS = 8.0  # accepted before any was: a new sequence is trusted
 _MEMORY = 64.0  # trials that are remembered
 
@@ -28,13 +27,36 @@ class Speculation(StrEnum):
     OFF = "off"
 
 
-def least_probability(sequences: int) -> float:
-    """That a proposed token must be accepted with to pay, in a step of so many sequences.
+class PassCosts(NamedTuple):
+    """What passes of a few numbers of rows take, in any unit: at least two, ascending."""
 
-    A pass of R rows takes 8 + R units, so a token of B rows takes (8 + B) / B, and one row more
-    takes 1: worth it if it gives a token with a probability above B / (8 + B).
+    rows: tuple[int, ...]
+    costs: tuple[float, ...]
+
+    def of(self, rows: int) -> float:
+        """On the line through the two nearest."""
+        at = min(max(bisect_left(self.rows, rows), 1), len(self.rows) - 1)
+        (low, high), (less, more) = self.rows[at - 1 : at + 1], self.costs[at - 1 : at + 1]
+        return less + (more - less) * (rows - low) / (high - low)
+
+
+# Where none were measured: weights are read once for all rows, and that takes as long as 8 rows.
+TYPICAL = PassCosts((1, 16), (9.0, 24.0))
+
+
+def worthwhile(probabilities: Sequence[float], sequences: int, costs: PassCosts) -> int:
+    """How many proposed tokens of one of so many sequences give the most tokens for the time.
+
+    Each has this probability after those before it, and is a row more in the pass.
     """
-    return sequences / (sequences + _PASS_IN_ROWS)
+    most, best, together = sequences / costs.of(sequences), 0, 1.0
+    expected = float(sequences)
+    for count, probability in enumerate(probabilities, 1):
+        together *= probability
+        expected += together
+        if (rate := expected / costs.of(sequences + count)) > most:
+            most, best = rate, count
+    return best
 
 
 class Acceptance:
@@ -70,6 +92,11 @@ class Draft(NamedTuple):
     tokens: tuple[int, ...] = ()
     probabilities: tuple[float, ...] = ()
 
+    def cut(self, count: int) -> "Draft":
+        if count == len(self.tokens):
+            return self
+        return Draft(self.tokens[:count], self.probabilities[:count])
+
 
 NOTHING = Draft()
 
@@ -96,15 +123,16 @@ class Continuations:
         self.counted = 0
         self._after.clear()
 
-    def likely(self, text: Sequence[int], least: float, most: int, trust: float = 1.0) -> Draft:
-        """The likeliest tokens after this text: at most so many, together as likely as `least`."""
+    def likely(self, text: Sequence[int], trust: float = 1.0) -> Draft:
+        """The likeliest tokens after this text, while all of them together are likely enough."""
         recent = list(text[-_CONTEXTS[0] :])
         tokens, probabilities = list[int](), list[float]()
         together = 1.0
-        while len(tokens) < most:
+        while len(tokens) < MOST_TOKENS:
             token, probability = self._next(recent)
-            together *= probability * trust
-            if together < least:
+            probability *= trust
+            together *= probability
+            if together < _LEAST:
                 break
             tokens.append(token)
             probabilities.append(probability)

@@ -189,7 +189,7 @@ def _trial_weights(inputs: int, outputs: int) -> list[Tensor]:
     return [torch.ones(outputs, inputs, dtype=torch.bfloat16) for _ in range(copies)]
 
 
-def best_time(calls: Sequence[Callable[[], Tensor]], repeats: int = 5) -> float:
+def best_time(calls: Sequence[Callable[[], object]], repeats: int = 5) -> float:
     """Seconds that all of the calls take on one thread, the best of a few times.
 
     One, since threads that wait for each other on a busy machine measure its other work.

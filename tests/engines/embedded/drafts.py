@@ -9,7 +9,7 @@ from dora_rl.engines.embedded import EmbeddedEngine
 from dora_rl.engines.embedded import sequences as inside
 from dora_rl.engines.embedded.forwarding import TorchForwarder
 from dora_rl.engines.embedded.speculator import Speculator
-from dora_rl.engines.speculation import Draft, Speculation
+from dora_rl.engines.speculation import Draft, PassCosts, Speculation
 
 Spoil = Callable[[list[int]], list[int]]
 _AHEAD = 6  # tokens that are looked up at once
@@ -24,7 +24,7 @@ class LookingAhead:
         self._known: dict[inside.Sequence, list[int]] = {}
         self.log: list[tuple[int, int]] = []  # proposed and accepted, of each draft
 
-    def propose(self, sequences: Sequence[inside.Sequence]) -> list[Draft]:
+    def propose(self, sequences: Sequence[inside.Sequence], costs: PassCosts) -> list[Draft]:
         tokens = [tuple(self._spoil(self._right(sequence))) for sequence in sequences]
         return [Draft(one, (0.5,) * len(one)) for one in tokens]
 

@@ -14,7 +14,7 @@ from dora_rl.engines.base import Output, Request, Sampled, Sampling
 from dora_rl.engines.embedded import EmbeddedEngine, EngineSettings, drafting
 from dora_rl.engines.embedded.drafting import TextDrafter
 from dora_rl.engines.embedded.sequences import Prompt, Sequence
-from dora_rl.engines.speculation import MOST_SEQUENCES, Speculation
+from dora_rl.engines.speculation import MOST_SEQUENCES, TYPICAL, Speculation
 from dora_rl.quickstart import model_directory
 from dora_rl.transports.weights.shared_directory import WeightStore
 from tests.engines.embedded.drafts import Spoil, look_ahead, spoilt
@@ -76,14 +76,14 @@ def run(engine: EmbeddedEngine) -> tuple[Heard, int]:
 
 
 def check_kv(engine: EmbeddedEngine) -> None:
-    """No block more than what is cached needs, and nothing behind it."""
+    """No block more than what is cached needs; and nothing behind it, where it is multiplied."""
     pool = engine._pool
     for sequence in engine._scheduler.running.values():
         kv = sequence.kv
         if not sequence.ready:
             continue  # being read: it has blocks for all that is to be
         assert len(kv.blocks) == pool.blocks_for(kv.tokens)
-        if full := kv.tokens % pool.block_tokens:
+        if (full := kv.tokens % pool.block_tokens) and not engine._versions.native:
             assert not pool.keys_LNKDT[:, kv.blocks[-1], ..., full:].any()
             assert not pool.values_LNKTD[:, kv.blocks[-1], :, full:].any()
 
@@ -237,7 +237,7 @@ def test_texts_are_those_of_the_same_prompt_and_version() -> None:
     sibling, stranger = sequence_of(one, 2, [1, 2, 3]), sequence_of(other, 3, [1, 2, 3])
     one.holders -= 1
     drafter.ended(ended)
-    drafts = [drafter.propose([sibling, stranger]) for _ in range(3)][-1]
+    drafts = [drafter.propose([sibling, stranger], TYPICAL) for _ in range(3)][-1]
     assert drafts[0].tokens[:3] == (4, 1, 2)
     assert drafts[1].tokens == ()
 
@@ -245,7 +245,7 @@ def test_texts_are_those_of_the_same_prompt_and_version() -> None:
 def test_nothing_is_kept_of_a_prompt_that_nobody_holds() -> None:
     drafter, prompt = TextDrafter(), Prompt(0, (9,))
     sequences = [sequence_of(prompt, i, [1, 2, 3]) for i in range(2)]
-    drafter.propose(sequences)
+    drafter.propose(sequences, TYPICAL)
     for sequence in sequences:
         assert drafter._texts
         prompt.holders -= 1
@@ -256,9 +256,9 @@ def test_nothing_is_kept_of_a_prompt_that_nobody_holds() -> None:
 def test_many_sequences_get_no_drafts() -> None:
     drafter, prompt = TextDrafter(), Prompt(0, (9,))
     sequences = [sequence_of(prompt, i, [1, 2] * 30) for i in range(MOST_SEQUENCES + 1)]
-    assert not drafter.propose(sequences)
+    assert not drafter.propose(sequences, TYPICAL)
     assert not drafter._texts  # and no time is spent on them
-    assert drafter.propose(sequences[:-1])
+    assert drafter.propose(sequences[:-1], TYPICAL)
 
 
 def test_what_is_counted_in_a_step_and_in_all_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,16 +269,43 @@ def test_what_is_counted_in_a_step_and_in_all_is_bounded(monkeypatch: pytest.Mon
     drafter.ended(ended)
     counted = 0
     for _ in range(100):
-        drafter.propose([mine])
+        drafter.propose([mine], TYPICAL)
         now = drafter._texts[prompt].continuations.counted
         assert now - counted <= 2 * drafting._COUNTED_A_STEP
         assert now <= 600 + 2 * drafting._COUNTED_A_STEP
         counted = now
         mine.own += [1, 2] * 4
-    assert drafter.propose([mine])[0].tokens[:2] == (1, 2)
+    assert drafter.propose([mine], TYPICAL)[0].tokens[:2] == (1, 2)
 
 
 # When
+
+
+@needs_kernels
+def test_what_rows_cost_is_measured_once_and_leaves_nothing(models: Models) -> None:
+    engine = make(models, 0, 1, native_kernels=True)
+    costs = engine._speculator.costs
+    assert costs is not TYPICAL
+    assert list(costs.costs) == sorted(costs.costs) and costs.costs[0] > 0
+    assert engine.load().kv_used_tokens == 0
+    engine.install(2, models.path(2))
+    assert engine._speculator.costs is costs
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"speculation": Speculation.OFF},
+        {"deterministic": True, "speculation": Speculation.ON},
+        {"kv_budget_tokens": 8, "speculation": Speculation.ON},
+    ],
+)
+def test_nothing_is_measured_where_it_must_not_or_cannot_be(
+    models: Models, settings: dict[str, Any]
+) -> None:
+    engine = make(models, **settings)
+    assert engine._speculator.costs is TYPICAL
+    assert engine.load().kv_used_tokens == 0
 
 
 def test_auto_is_where_it_was_measured_to_be_faster() -> None:

@@ -14,11 +14,11 @@ from dora_rl.core.protocol.types import TrajectoryId
 from dora_rl.engines.embedded.sequences import Prompt, Sequence
 from dora_rl.engines.speculation import (
     MOST_SEQUENCES,
-    MOST_TOKENS,
     Acceptance,
     Continuations,
     Draft,
-    least_probability,
+    PassCosts,
+    worthwhile,
 )
 
 _COUNTED_A_STEP = 128  # tokens of one sequence's texts: a tenth of a millisecond
@@ -28,7 +28,7 @@ _MOST_COUNTED = 8192  # tokens of a prompt's texts: some ten megabytes
 class Drafter(Protocol):
     """Proposes tokens. It may propose anything: each is checked before it is believed."""
 
-    def propose(self, sequences: Series[Sequence]) -> Series[Draft]:
+    def propose(self, sequences: Series[Sequence], costs: PassCosts) -> Series[Draft]:
         """A draft for each of the sequences of a step, or none for any."""
 
     def verified(self, sequence: Sequence, draft: Draft, accepted: int) -> None:
@@ -56,7 +56,10 @@ class _Texts:
         self.add(prompt.tokens[-_MOST_COUNTED // 2 :], 0)
 
     def reader(self, sequence: Sequence) -> _Reader:
-        return self.readers.setdefault(sequence.id, _Reader())
+        found = self.readers.get(sequence.id)
+        if found is None:
+            found = self.readers[sequence.id] = _Reader()
+        return found
 
     def add(self, text: Series[int], counted: int) -> None:
         self._uncounted.append((text, counted))
@@ -85,13 +88,12 @@ class TextDrafter:
     def __init__(self) -> None:
         self._texts: dict[Prompt, _Texts] = {}
 
-    def propose(self, sequences: Series[Sequence]) -> Series[Draft]:
+    def propose(self, sequences: Series[Sequence], costs: PassCosts) -> Series[Draft]:
         if len(sequences) > MOST_SEQUENCES:
             return ()
         for sequence in sequences:
             self._texts_of(sequence.prompt).catch_up(sequence)
-        least = least_probability(len(sequences))
-        return [self._draft(sequence, least) for sequence in sequences]
+        return [self._draft(sequence, len(sequences), costs) for sequence in sequences]
 
     def verified(self, sequence: Sequence, draft: Draft, accepted: int) -> None:
         acceptance = self._texts[sequence.prompt].reader(sequence).acceptance
@@ -109,10 +111,11 @@ class TextDrafter:
             self._texts[prompt] = _Texts(prompt)
         return self._texts[prompt]
 
-    def _draft(self, sequence: Sequence, least: float) -> Draft:
+    def _draft(self, sequence: Sequence, sequences: int, costs: PassCosts) -> Draft:
         texts = self._texts[sequence.prompt]
         acceptance = texts.reader(sequence).acceptance
-        draft = texts.continuations.likely(sequence.own, least, MOST_TOKENS, acceptance.trust)
+        draft = texts.continuations.likely(sequence.own, acceptance.trust)
+        draft = draft.cut(worthwhile(draft.probabilities, sequences, costs))
         if not draft.tokens:
             acceptance.fade()
         return draft

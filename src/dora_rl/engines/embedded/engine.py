@@ -20,7 +20,6 @@ from dora_rl.engines.base import (
     ParkReason,
     Request,
     Sampled,
-    Sampling,
     VersionLoad,
     check_extension,
 )
@@ -28,11 +27,11 @@ from dora_rl.engines.embedded import moving
 from dora_rl.engines.embedded.forwarding import Chunk, Feed, Forwarder, TorchForwarder
 from dora_rl.engines.embedded.kv import KvPool
 from dora_rl.engines.embedded.native_forwarding import NativeForwarder
-from dora_rl.engines.embedded.sampler import Draw, SamplingPlan, sample
+from dora_rl.engines.embedded.sampler import Draw, SamplingPlans, sample
 from dora_rl.engines.embedded.scheduler import Scheduler
 from dora_rl.engines.embedded.sequences import Prompt, Sequence, Stage
 from dora_rl.engines.embedded.settings import EngineSettings
-from dora_rl.engines.embedded.speculator import Speculator
+from dora_rl.engines.embedded.speculator import Speculator, measured_costs
 from dora_rl.engines.embedded.versions import AdapterVersions, FullVersions, Versions
 from dora_rl.engines.errors import (
     RequestRefused,
@@ -85,8 +84,9 @@ class EmbeddedEngine:
         self._native: NativeForwarder | None = None
         self._version_slots = VersionSlots(self.settings.version_slots)
         self._stops: dict[TrajectoryId, StopStrings] = {}
-        self._plan: tuple[list[Sampling], SamplingPlan] | None = None
+        self._plans = SamplingPlans()
         self._speculator = Speculator(self._scheduler, config.context)
+        self._measured = False  # what its drafts cost
         self._rates = Rates()
 
     @classmethod
@@ -128,6 +128,7 @@ class EmbeddedEngine:
                 "rollout.version_slots or rollout.kv_budget_tokens."
             ) from error
         self._version_slots.digests[version] = weights.digest
+        self._measure(version)
         return weights.digest
 
     def evict(self, version: Version) -> None:
@@ -274,6 +275,15 @@ class EmbeddedEngine:
             self._native = NativeForwarder(self.config, self._versions, self._pool)
         return self._native
 
+    def _measure(self, version: Version) -> None:
+        """What rows cost, by the first version that comes; the deterministic mode takes no time."""
+        if self._measured or not self._speculates or self.settings.deterministic:
+            return
+        self._measured = True
+        with torch.inference_mode():
+            found = measured_costs(self._draw, self._scheduler, version)
+        self._speculator.costs = found or self._speculator.costs
+
     def _decode(self, sequences: list[Sequence]) -> list[Output]:
         feeds = (
             self._speculator.feeds(sequences)
@@ -283,6 +293,8 @@ class EmbeddedEngine:
         draw = self._draw(feeds)
         if not all(draw.finite) and not self._versions.native:
             # One row's NaN may have reached the others: again, with every row by itself.
+            for feed in feeds:
+                self._forwarder().withdraw(feed.line, feed.end)
             feeds = [self._speculator.withdraw(feed) for feed in feeds]
             draw = self._draw(feeds, exact=True)
         outputs, row = list[Output](), 0
@@ -293,7 +305,7 @@ class EmbeddedEngine:
 
     def _draw(self, feeds: list[Feed], *, exact: bool = False) -> Draw:
         """A token after each token that is fed, whether what is fed before it is right or not."""
-        plan = self._sampling_plan([f.line.request.sampling for f in feeds for _ in range(f.count)])
+        plan = self._plans.plan([f.line.request.sampling for f in feeds for _ in range(f.count)])
         noise = [
             uniform(feed.line.request.seed, feed.line.id, len(feed.line.own) - 1 + index)
             for feed in feeds
@@ -339,7 +351,9 @@ class EmbeddedEngine:
             if token != proposed or finish is not None:
                 break
         sequence.kv.tokens += taken
-        self._speculator.verified(feed, end, taken - 1)
+        if taken < feed.count:
+            self._forwarder().withdraw(sequence, end)
+        self._speculator.verified(feed, taken - 1)
         return taken, finish
 
     def _finish(self, sequence: Sequence) -> FinishReason | None:
@@ -352,11 +366,6 @@ class EmbeddedEngine:
             response=len(sequence.own) - 1,
             stops=lambda: stops is not None and stops.completed(sequence.turn),
         )
-
-    def _sampling_plan(self, wishes: list[Sampling]) -> SamplingPlan:
-        if self._plan is None or self._plan[0] != wishes:
-            self._plan = wishes, SamplingPlan(wishes)
-        return self._plan[1]
 
     def _forget(self, sequence: Sequence) -> None:
         self._scheduler.remove(sequence)

@@ -100,6 +100,9 @@ class Forwarder(Protocol):
         by NaN, but those that it is drafted for.
         """
 
+    def withdraw(self, sequence: Sequence, end: int) -> None:
+        """What was fed up to the place `end` and is not cached must not touch a row from now on."""
+
 
 class TorchForwarder:
     """By torch's operations."""
@@ -135,6 +138,10 @@ class TorchForwarder:
         if stacking is not None:
             return logits([stacking.span], hidden).index_select(0, stacking.at_R)
         return logits(spans, hidden)
+
+    def withdraw(self, sequence: Sequence, end: int) -> None:
+        # What is masked is still multiplied, and 0 times NaN is NaN.
+        self._pool.wipe(sequence.kv.blocks, sequence.kv.tokens, end)
 
     def _stack_for(self, sequences: Series[Sequence]) -> "_Stacking | None":
         """Where each row stands in equal blocks of rows, unless too many would be empty."""

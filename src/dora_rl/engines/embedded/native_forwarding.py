@@ -42,6 +42,9 @@ class NativeForwarder:
         assert logits is not None
         return logits
 
+    def withdraw(self, sequence: Sequence, end: int) -> None:
+        """Nothing: rows read what is cached and no further."""
+
     def _add(self, rows: Rows, line: Prompt | Sequence, tokens: Series[int]) -> None:
         """A row for each of these tokens, which follow what the line has cached."""
         size, first, cached = self._pool.block_tokens, len(rows.blocks), line.kv.tokens

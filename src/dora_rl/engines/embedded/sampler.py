@@ -29,6 +29,7 @@ _FLOOR_WEIGHT = 2e-38  # a little above exp(_FLOOR)
 _BELOW_ONE = 1.0 - 2.0**-53
 _PREFIXES = (256, 4096)  # the most probable tokens that filters look at, before all of them
 _STRIDE = 16
+_KNOWN_PLANS = 64
 _RADIX = 1 << 15  # from this size on, torch sorts a list of integers five times as fast as floats
 
 
@@ -47,6 +48,8 @@ class _Group:
 
     def __init__(self, rows: list[int], samplings: Sequence[Sampling]) -> None:
         self.rows = rows
+        if not rows:
+            return  # no chunks, so nobody asks for more
         self._whole = len(rows) == len(samplings)
         self._index = torch.tensor(rows, dtype=torch.int64)
         wishes = [samplings[row] for row in rows]
@@ -90,6 +93,29 @@ class SamplingPlan:
         self.filtered = _Group(kinds["filtered"], samplings)
         self.plain = _Group(kinds["plain"], samplings)
         self.raw = _Group(again, samplings)
+
+
+class SamplingPlans:
+    """Plans for batches of rows that all ask for the same, which most do, by their number."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Sampling, int], SamplingPlan] = {}
+        self._last: tuple[list[Sampling], SamplingPlan] | None = None
+
+    def plan(self, samplings: list[Sampling]) -> SamplingPlan:
+        if self._last is None or self._last[0] != samplings:
+            self._last = samplings, self._find(samplings)
+        return self._last[1]
+
+    def _find(self, samplings: list[Sampling]) -> SamplingPlan:
+        if samplings.count(samplings[0]) < len(samplings):
+            return SamplingPlan(samplings)
+        key = samplings[0], len(samplings)
+        if key not in self._known:
+            if len(self._known) == _KNOWN_PLANS:
+                self._known.clear()
+            self._known[key] = SamplingPlan(samplings)
+        return self._known[key]
 
 
 def sample(logits: Tensor, plan: SamplingPlan, uniforms: Sequence[float]) -> Draw:

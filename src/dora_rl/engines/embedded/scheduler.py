@@ -127,15 +127,11 @@ class Scheduler:
             blocks.append(pool.take_low())
         return min(tokens, len(blocks) * pool.block_tokens - len(sequence.own))
 
-    def settle(self, sequence: Sequence, fed: int, ahead: int = 0) -> None:
-        """Of the tokens that were fed, up to the place `fed`, what is not cached leaves no trace.
-
-        Its blocks are those for what is cached and so many tokens ahead, as if no others were fed.
-        """
-        kv, pool = sequence.kv, self.pool
-        kept = pool.blocks_for(kv.tokens + ahead)
-        pool.wipe(kv.blocks, kv.tokens, min(fed, kept * pool.block_tokens))
-        pool.give_back(kv.blocks[kept:])
+    def settle(self, sequence: Sequence, ahead: int = 0) -> None:
+        """Give back the blocks beyond those for what is cached and so many tokens ahead."""
+        kv = sequence.kv
+        kept = self.pool.blocks_for(kv.tokens + ahead)
+        self.pool.give_back(kv.blocks[kept:])
         del kv.blocks[kept:]
 
     @property

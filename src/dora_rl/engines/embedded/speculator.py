@@ -4,14 +4,22 @@ A draft goes as far as the sequence may still get and free KV blocks reach; nobo
 one. After the pass, KV and blocks are as if only the accepted tokens had been fed.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Series
+from functools import partial
+from itertools import accumulate
 
-from dora_rl.engines.base import room
+from dora_rl.core.protocol.types import Version
+from dora_rl.engines.base import Request, room
 from dora_rl.engines.embedded.drafting import Drafter, TextDrafter
 from dora_rl.engines.embedded.forwarding import Feed
 from dora_rl.engines.embedded.scheduler import Scheduler
-from dora_rl.engines.embedded.sequences import Sequence
-from dora_rl.engines.speculation import NOTHING, Draft
+from dora_rl.engines.embedded.sequences import Prompt, Sequence
+from dora_rl.engines.speculation import NOTHING, TYPICAL, Draft, PassCosts
+from dora_rl.models.linear import best_time
+
+_TRIAL_ROWS = (1, 2, 4, 8, 16)
+_TRIALS = 4
 
 
 class Speculator:
@@ -19,19 +27,20 @@ class Speculator:
 
     def __init__(self, scheduler: Scheduler, context: int, drafter: Drafter | None = None) -> None:
         self.proposed = self.accepted = 0
+        self.costs = TYPICAL
         self._drafter = drafter or TextDrafter()
         self._scheduler = scheduler
         self._context = context
 
     def feeds(self, sequences: Series[Sequence]) -> list[Feed]:
         """What is fed of each."""
-        drafts = self._drafter.propose(sequences) or [NOTHING] * len(sequences)
+        drafts = self._drafter.propose(sequences, self.costs) or [NOTHING] * len(sequences)
         return [self._feed(*both) for both in zip(sequences, drafts, strict=True)]
 
-    def verified(self, feed: Feed, end: int, accepted: int) -> None:
-        """The sequence has so many tokens of its draft, which was fed up to the place `end`."""
+    def verified(self, feed: Feed, accepted: int) -> None:
+        """The sequence has so many tokens of its draft, and their KV."""
         if feed.draft.tokens:
-            self._scheduler.settle(feed.line, end)
+            self._scheduler.settle(feed.line)
             self._drafter.verified(feed.line, feed.draft, accepted)
             self.proposed += len(feed.draft.tokens)
             self.accepted += accepted
@@ -39,7 +48,7 @@ class Speculator:
     def withdraw(self, feed: Feed) -> Feed:
         """The draft is not looked at: the same without it."""
         if feed.draft.tokens:
-            self._scheduler.settle(feed.line, feed.end, ahead=1)
+            self._scheduler.settle(feed.line, ahead=1)
         return Feed(feed.line)
 
     def ended(self, sequence: Sequence) -> None:
@@ -51,4 +60,25 @@ class Speculator:
         request, response = sequence.request, len(sequence.own) - 1
         left = room(request.sampling.max_tokens, self._context, len(request.prompt), response)
         most = self._scheduler.lend(sequence, min(left - 1, len(draft.tokens)))
-        return Feed(sequence, Draft(draft.tokens[:most], draft.probabilities[:most]))
+        return Feed(sequence, draft.cut(most))
+
+
+def measured_costs(
+    draw: Callable[[list[Feed]], object], scheduler: Scheduler, version: Version
+) -> PassCosts | None:
+    """What drawing the tokens of a few numbers of rows takes here; None without room to try.
+
+    A row reads one block: what long contexts add is the same for every row.
+    """
+    sequence = Sequence(Request(0, version, (0,)), 0, Prompt(version, ()), [0])
+    if scheduler.lend(sequence, _TRIAL_ROWS[-1] - 1) < _TRIAL_ROWS[-1] - 1:
+        scheduler.settle(sequence)
+        return None
+    draws = [
+        partial(draw, [Feed(sequence, Draft((0,) * (rows - 1), (0.0,) * (rows - 1)))])
+        for rows in _TRIAL_ROWS
+    ]
+    rounds = [[best_time([one], repeats=1) for one in draws] for _ in range(_TRIALS)]
+    scheduler.settle(sequence)
+    seconds = map(min, *rounds)
+    return PassCosts(_TRIAL_ROWS, tuple(accumulate(seconds, max)))  # noise takes no rows away

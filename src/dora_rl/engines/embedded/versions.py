@@ -36,6 +36,7 @@ Found = TypeVar("Found")
 
 # A version up to this size is stepped together with the others: see docs/engine.md.
 _STACKED_BYTES = 32 << 20
+_KNOWN_ROWS = 64
 
 
 class Versions(Protocol):
@@ -213,19 +214,26 @@ class AdapterVersions:
 
 
 class _Latest(Generic[Found]):
-    """What was found for the latest rows: most steps have the rows of the one before."""
+    """What was found for the latest rows: most steps have the rows of one shortly before."""
 
     def __init__(self) -> None:
-        self._known: tuple[list[tuple[Version, int]], Found] | None = None
+        self._last: tuple[list[tuple[Version, int]], Found] | None = None
+        self._known: dict[tuple[tuple[Version, tuple[int, int]], ...], Found] = {}
 
     def get(self, rows: Sequence[tuple[Version, int]], find: Callable[[], Found]) -> Found:
         asked = list(rows)
-        if self._known is None or self._known[0] != asked:
-            self._known = asked, find()
-        return self._known[1]
+        if self._last is None or self._last[0] != asked:
+            key = tuple(runs(asked))
+            if key not in self._known:
+                if len(self._known) == _KNOWN_ROWS:
+                    self._known.clear()
+                self._known[key] = find()
+            self._last = asked, self._known[key]
+        return self._last[1]
 
     def forget(self) -> None:
-        self._known = None
+        self._last = None
+        self._known.clear()
 
 
 def _with(base: Decoder, adapter: AdapterWeights) -> Decoder:
