@@ -147,7 +147,7 @@ def test_slot_time_that_an_earlier_process_lost_is_not_taken_from_this_one() -> 
     assert recorder.last.step_s == 5.0
 
 
-def test_what_was_sent_is_that_since_the_step_before() -> None:
+def test_what_was_counted_is_that_since_the_step_before() -> None:
     """Also of an instance that was replaced meanwhile; a duplicate counts once."""
     recorder = recorder_of()
     tell(recorder, joined(0))
@@ -156,8 +156,11 @@ def test_what_was_sent_is_that_since_the_step_before() -> None:
         if step == 3:
             tell(recorder, joined(1))
         for _ in range(2):
-            tell(recorder, ms.Used(float(step), 0.0, 0, 0, 0, 0, *sent))
+            drafted = (10 * sent[0], sent[0])
+            tell(recorder, ms.Used(float(step), 0.0, 0, 0, 0, 0, *sent, *drafted))
         recorder.trained(1.0 + step, ms.Trained(step, 0, 1.0, {}), [])
         assert recorder.last is not None
         found.append((recorder.last.weights_sent_bytes, recorder.last.weights_sent_share))
+        assert recorder.last.proposed_tokens == 10 * recorder.last.weights_sent_bytes
+        assert recorder.last.accepted_tokens == recorder.last.weights_sent_bytes
     assert found == [(100, 1.0), (10, 0.1), (0, None), (40, 0.4)]

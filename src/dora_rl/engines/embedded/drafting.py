@@ -13,7 +13,6 @@ from typing import Protocol
 from dora_rl.core.protocol.types import TrajectoryId
 from dora_rl.engines.embedded.sequences import Prompt, Sequence
 from dora_rl.engines.speculation import (
-    MOST_SEQUENCES,
     Acceptance,
     Continuations,
     Draft,
@@ -85,11 +84,12 @@ class _Texts:
 class TextDrafter:
     """See `Drafter`: by counts of what followed the same few tokens before."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_sequences: int) -> None:
+        self._most_sequences = most_sequences
         self._texts: dict[Prompt, _Texts] = {}
 
     def propose(self, sequences: Series[Sequence], costs: PassCosts) -> Series[Draft]:
-        if len(sequences) > MOST_SEQUENCES:
+        if len(sequences) > self._most_sequences:
             return ()
         for sequence in sequences:
             self._texts_of(sequence.prompt).catch_up(sequence)

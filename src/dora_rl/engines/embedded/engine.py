@@ -24,6 +24,7 @@ from dora_rl.engines.base import (
     check_extension,
 )
 from dora_rl.engines.embedded import moving
+from dora_rl.engines.embedded.drafting import TextDrafter
 from dora_rl.engines.embedded.forwarding import Chunk, Feed, Forwarder, TorchForwarder
 from dora_rl.engines.embedded.kv import KvPool
 from dora_rl.engines.embedded.native_forwarding import NativeForwarder
@@ -42,6 +43,7 @@ from dora_rl.engines.kv_room import blocks_needed
 from dora_rl.engines.noise import uniform
 from dora_rl.engines.rates import Rates
 from dora_rl.engines.requests import check_request, check_room, check_vocabulary, finish_reason
+from dora_rl.engines.speculation import MOST_SEQUENCES
 from dora_rl.engines.version_slots import VersionSlots
 from dora_rl.models import cpu
 from dora_rl.models.config import ModelConfig, read_config
@@ -85,7 +87,8 @@ class EmbeddedEngine:
         self._version_slots = VersionSlots(self.settings.version_slots)
         self._stops: dict[TrajectoryId, StopStrings] = {}
         self._plans = SamplingPlans()
-        self._speculator = Speculator(self._scheduler, config.context)
+        drafter = TextDrafter(MOST_SEQUENCES[self.settings.speculation])
+        self._speculator = Speculator(self._scheduler, config.context, drafter)
         self._measured = False  # what its drafts cost
         self._rates = Rates()
 

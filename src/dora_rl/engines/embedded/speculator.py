@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from dora_rl.core.protocol.types import Version
 from dora_rl.engines.base import Request, room
-from dora_rl.engines.embedded.drafting import Drafter, TextDrafter
+from dora_rl.engines.embedded.drafting import Drafter
 from dora_rl.engines.embedded.forwarding import Feed
 from dora_rl.engines.embedded.scheduler import Scheduler
 from dora_rl.engines.embedded.sequences import Prompt, Sequence
@@ -25,10 +25,10 @@ _TRIALS = 4
 class Speculator:
     """The drafts of one engine, and how many of their tokens were accepted."""
 
-    def __init__(self, scheduler: Scheduler, context: int, drafter: Drafter | None = None) -> None:
+    def __init__(self, scheduler: Scheduler, context: int, drafter: Drafter) -> None:
         self.proposed = self.accepted = 0
         self.costs = TYPICAL
-        self._drafter = drafter or TextDrafter()
+        self._drafter = drafter
         self._scheduler = scheduler
         self._context = context
 
