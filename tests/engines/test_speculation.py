@@ -10,6 +10,8 @@ from dora_rl.engines.speculation import (
     Acceptance,
     Continuations,
     PassCosts,
+    Speculation,
+    most_sequences,
     worthwhile,
 )
 
@@ -27,6 +29,13 @@ def counted(*all_texts: list[int]) -> Continuations:
 def test_costs_lie_on_lines_between_those_known() -> None:
     costs = PassCosts((1, 2, 4), (10.0, 15.0, 17.0))
     assert [costs.of(rows) for rows in range(1, 7)] == [10, 15, 16, 17, 18, 19]
+
+
+def test_a_quick_pass_is_not_held_up_by_looking_for_drafts() -> None:
+    quick, long = PassCosts((1, 16), (2e-4, 5e-4)), PassCosts((1, 16), (0.010, 0.028))
+    assert most_sequences(Speculation.AUTO, quick) == 1
+    assert most_sequences(Speculation.AUTO, long) == 4
+    assert most_sequences(Speculation.ON, quick) == 4
 
 
 def test_a_row_must_pay_for_itself() -> None:

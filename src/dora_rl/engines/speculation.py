@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
+MOST_SEQUENCES = 4  # of a step, that drafts are looked for
+_LONG_S = 1e-3  # of a pass for each of its rows: then looking for drafts is nothing beside it
 MOST_TOKENS = 15  # that are proposed at once: with the last token, 16 rows
 _CONTEXTS = (6, 3, 2)  # lengths of the contexts that are counted, the longest first
 _DOUBT = 2.0  # unseen continuations that every context is taken to have
@@ -24,11 +26,6 @@ class Speculation(StrEnum):
     AUTO = "auto"  # where it has been measured to be faster
     ON = "on"
     OFF = "off"
-
-
-# Sequences of a step that drafts are looked for, at most. Measured on the quickstart's model: one
-# alone gets on faster; with two or four, looking and the further rows take what they save.
-MOST_SEQUENCES = {Speculation.OFF: 0, Speculation.AUTO: 1, Speculation.ON: 4}
 
 
 class PassCosts(NamedTuple):
@@ -46,6 +43,16 @@ class PassCosts(NamedTuple):
 
 # Where none were measured: weights are read once for all rows, and that takes as long as 8 rows.
 TYPICAL = PassCosts((1, 16), (9.0, 24.0))
+
+
+def most_sequences(mode: Speculation, costs: PassCosts) -> int:
+    """Sequences of a step, at most, that drafts are looked for; costs are in seconds, if measured.
+
+    Looking takes some 30 us for each, about as much as a row of the quickstart's model: there a lone
+    sequence gets on faster, and with two or four it takes what it saves.
+    """
+    few = mode is Speculation.AUTO and costs.of(MOST_SEQUENCES) < MOST_SEQUENCES * _LONG_S
+    return 1 if few else MOST_SEQUENCES
 
 
 def worthwhile(probabilities: Sequence[float], sequences: int, costs: PassCosts) -> int:

@@ -89,6 +89,7 @@ class RolloutSettings(ConfigModel):
         default=True,
         description="the embedded engine may round what enters a product of bf16 weights to bf16, "
         "where that is faster and it is not deterministic; else products are in float32",
+    )
     speculation: Speculation = Field(
         default=Speculation.AUTO,
         description="whether the embedded engine proposes tokens to its last few trajectories: "

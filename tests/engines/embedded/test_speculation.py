@@ -14,7 +14,7 @@ from dora_rl.engines.base import Output, Request, Sampled, Sampling
 from dora_rl.engines.embedded import EmbeddedEngine, EngineSettings, drafting
 from dora_rl.engines.embedded.drafting import TextDrafter
 from dora_rl.engines.embedded.sequences import Prompt, Sequence
-from dora_rl.engines.speculation import TYPICAL, Speculation
+from dora_rl.engines.speculation import MOST_SEQUENCES, TYPICAL, Speculation
 from dora_rl.quickstart import model_directory
 from dora_rl.transports.weights.shared_directory import WeightStore
 from tests.engines.embedded.drafts import Spoil, look_ahead, spoilt
@@ -231,7 +231,7 @@ def sequence_of(prompt: Prompt, trajectory: int, own: list[int]) -> Sequence:
 
 
 def test_texts_are_those_of_the_same_prompt_and_version() -> None:
-    drafter, loop = TextDrafter(4), [1, 2, 3, 4] * 20
+    drafter, loop = TextDrafter(Speculation.ON), [1, 2, 3, 4] * 20
     one, other = Prompt(0, (9,)), Prompt(1, (9,))
     ended = sequence_of(one, 1, loop)
     sibling, stranger = sequence_of(one, 2, [1, 2, 3]), sequence_of(other, 3, [1, 2, 3])
@@ -243,7 +243,7 @@ def test_texts_are_those_of_the_same_prompt_and_version() -> None:
 
 
 def test_nothing_is_kept_of_a_prompt_that_nobody_holds() -> None:
-    drafter, prompt = TextDrafter(4), Prompt(0, (9,))
+    drafter, prompt = TextDrafter(Speculation.ON), Prompt(0, (9,))
     sequences = [sequence_of(prompt, i, [1, 2, 3]) for i in range(2)]
     drafter.propose(sequences, TYPICAL)
     for sequence in sequences:
@@ -254,8 +254,8 @@ def test_nothing_is_kept_of_a_prompt_that_nobody_holds() -> None:
 
 
 def test_many_sequences_get_no_drafts() -> None:
-    drafter, prompt = TextDrafter(4), Prompt(0, (9,))
-    sequences = [sequence_of(prompt, i, [1, 2] * 30) for i in range(5)]
+    drafter, prompt = TextDrafter(Speculation.ON), Prompt(0, (9,))
+    sequences = [sequence_of(prompt, i, [1, 2] * 30) for i in range(MOST_SEQUENCES + 1)]
     assert not drafter.propose(sequences, TYPICAL)
     assert not drafter._texts  # and no time is spent on them
     assert drafter.propose(sequences[:-1], TYPICAL)
@@ -263,7 +263,7 @@ def test_many_sequences_get_no_drafts() -> None:
 
 def test_what_is_counted_in_a_step_and_in_all_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafting, "_MOST_COUNTED", 600)
-    drafter, prompt = TextDrafter(4), Prompt(0, (9,) * 5000)
+    drafter, prompt = TextDrafter(Speculation.ON), Prompt(0, (9,) * 5000)
     ended, mine = sequence_of(prompt, 1, [5] * 5000), sequence_of(prompt, 2, [1, 2] * 2000)
     prompt.holders -= 1
     drafter.ended(ended)

@@ -17,6 +17,8 @@ from dora_rl.engines.speculation import (
     Continuations,
     Draft,
     PassCosts,
+    Speculation,
+    most_sequences,
     worthwhile,
 )
 
@@ -84,12 +86,12 @@ class _Texts:
 class TextDrafter:
     """See `Drafter`: by counts of what followed the same few tokens before."""
 
-    def __init__(self, most_sequences: int) -> None:
-        self._most_sequences = most_sequences
+    def __init__(self, mode: Speculation) -> None:
+        self._mode = mode
         self._texts: dict[Prompt, _Texts] = {}
 
     def propose(self, sequences: Series[Sequence], costs: PassCosts) -> Series[Draft]:
-        if len(sequences) > self._most_sequences:
+        if len(sequences) > most_sequences(self._mode, costs):
             return ()
         for sequence in sequences:
             self._texts_of(sequence.prompt).catch_up(sequence)

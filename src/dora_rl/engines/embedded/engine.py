@@ -43,7 +43,6 @@ from dora_rl.engines.kv_room import blocks_needed
 from dora_rl.engines.noise import uniform
 from dora_rl.engines.rates import Rates
 from dora_rl.engines.requests import check_request, check_room, check_vocabulary, finish_reason
-from dora_rl.engines.speculation import MOST_SEQUENCES
 from dora_rl.engines.version_slots import VersionSlots
 from dora_rl.models import cpu
 from dora_rl.models.config import ModelConfig, read_config
@@ -87,7 +86,7 @@ class EmbeddedEngine:
         self._version_slots = VersionSlots(self.settings.version_slots)
         self._stops: dict[TrajectoryId, StopStrings] = {}
         self._plans = SamplingPlans()
-        drafter = TextDrafter(MOST_SEQUENCES[self.settings.speculation])
+        drafter = TextDrafter(self.settings.speculation)
         self._speculator = Speculator(self._scheduler, config.context, drafter)
         self._measured = False  # what its drafts cost
         self._rates = Rates()

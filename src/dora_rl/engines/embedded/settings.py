@@ -82,6 +82,7 @@ class EngineSettings:
     def bf16_dots(self) -> bool:
         """Whether the kernels multiply bf16 weights by the processor's instructions for bf16."""
         return self.bf16_products and not self.deterministic and bf16_dots().in_force
+
     def speculates(self, *, native: bool) -> bool:
         """Whether tokens are proposed, with or without the native kernels."""
         if self.speculation is Speculation.AUTO:
