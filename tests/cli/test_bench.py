@@ -17,6 +17,7 @@ from dora_rl.benchmarks import (
     migration,
     models,
     modes,
+    speculation,
     trl,
     versions,
 )
@@ -233,7 +234,13 @@ def test_bad_input_of_the_engine_benches_is_one_line_and_code_2(
 def test_the_defaults_of_the_commands_are_those_of_the_plans() -> None:
     from dora_rl.cli.bench import command
 
-    for name, module in (("engine", engine), ("migration", migration), ("versions", versions)):
+    measured: dict[str, Any] = {
+        "engine": engine,
+        "migration": migration,
+        "versions": versions,
+        "speculation": speculation,
+    }
+    for name, module in measured.items():
         plan = module.Plan()
         for option in command.commands[name].params:
             if option.name in ("as_json", "quick", "threads", "dtype", "log_level"):
@@ -319,7 +326,7 @@ def test_every_bench_has_quick_values_for_options_of_its_own() -> None:
             assert value != default, (name, option)
 
 
-@pytest.mark.parametrize("name", ["engine", "migration", "versions", "trl"])
+@pytest.mark.parametrize("name", ["engine", "migration", "versions", "speculation", "trl"])
 def test_quick_needs_no_model_that_has_to_be_fetched(name: str) -> None:
     assert QUICK[name]["model"] in (models.TINY, models.QUICKSTART)
 
@@ -330,6 +337,7 @@ def test_quick_makes_plans_that_can_be_measured() -> None:
         "engine": engine.Plan,
         "migration": migration.Plan,
         "versions": versions.Plan,
+        "speculation": speculation.Plan,
         "trl": trl.Plan,
         "modes": modes.Plan,
         "durability": durability.Plan,

@@ -48,7 +48,7 @@ TYPICAL = PassCosts((1, 16), (9.0, 24.0))
 def most_sequences(mode: Speculation, costs: PassCosts) -> int:
     """Sequences of a step, at most, that drafts are looked for; costs are in seconds, if measured.
 
-    Looking takes some 30 us for each, about as much as a row of the quickstart's model: there a lone
+    Looking takes some 30 us for each, as much as two rows of the quickstart's model: there a lone
     sequence gets on faster, and with two or four it takes what it saves.
     """
     few = mode is Speculation.AUTO and costs.of(MOST_SEQUENCES) < MOST_SEQUENCES * _LONG_S
