@@ -12,6 +12,7 @@ from dora_rl.config import dump_toml
 from dora_rl.core.protocol.errors import UserError
 from dora_rl.core.protocol.settings import ParadigmName, Settings
 from dora_rl.engines import registry
+from dora_rl.engines.speculation import Speculation
 from dora_rl.runtime.config import RunConfig, Threads
 from dora_rl.runtime.prepare.plan import read_config
 from dora_rl.runtime.workers.engines import sampling_of
@@ -321,3 +322,13 @@ def test_on_a_cluster_they_share_those_of_one_training_process(
         },
     )
     assert made.elastic_threads() == expected
+
+
+def test_speculation_is_the_embedded_engines() -> None:
+    data: dict[str, Any] = {"model": {"path": "x"}, "rollout": {"speculation": "on"}}
+    assert read_config(data).rollout.speculation is Speculation.ON
+    data["rollout"]["engine"] = "vllm"
+    with pytest.raises(UserError, match=r"rollout\.speculation must be `auto` or `off`.*`on`"):
+        read_config(data)
+    data["rollout"]["speculation"] = "off"
+    read_config(data)

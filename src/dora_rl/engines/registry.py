@@ -53,6 +53,7 @@ class _Entry:
     gpu: bool  # else it is for CPUs
     most_versions: int | None = None  # full sets of weights at once, if there is a limit
     deterministic: bool = True  # it can be bit-exact whatever the batch
+    speculation: bool = True  # it proposes tokens when it is asked to
     reserves_kv: bool = False  # a KV budget is allocated as a whole when it starts
     environment: str | None = None  # the module with `find_python`, `check` and `variables`
     settings: str | None = None  # the module with `LEAST_TOKENS` and `sampling_refusal`
@@ -65,6 +66,7 @@ _ENTRIES = {
         gpu=True,
         most_versions=1,
         deterministic=False,
+        speculation=False,
         reserves_kv=True,
         environment="dora_rl.engines.vllm.environment",
         settings="dora_rl.engines.vllm.settings",
@@ -95,6 +97,10 @@ def most_versions(name: EngineName, wanted: int, *, lora: bool) -> int:
 
 def can_be_deterministic(name: EngineName) -> bool:
     return _ENTRIES[name].deterministic
+
+
+def can_speculate(name: EngineName) -> bool:
+    return _ENTRIES[name].speculation
 
 
 def reserves_kv(name: EngineName, device: str) -> bool:

@@ -17,6 +17,7 @@ from dora_rl.core.protocol.settings import Elastic, Settings
 from dora_rl.engines.registry import (
     EngineName,
     can_be_deterministic,
+    can_speculate,
     device_refusal,
     has_own_environment,
     least_kv_tokens,
@@ -282,6 +283,11 @@ class RunConfig(ConfigModel):
             raise ValueError(
                 f"rollout.deterministic must be false with the {name} engine, whose results depend "
                 "on the batch: `true`."
+            )
+        if rollout.speculation is Speculation.ON and not can_speculate(name):
+            raise ValueError(
+                f"rollout.speculation must be `auto` or `off` with the {name} engine: `on`. The "
+                "embedded engine has it."
             )
         if why := sampling_refusal(name, rollout.temperature, rollout.top_p, rollout.min_p):
             raise ValueError(f"rollout: {why}")
