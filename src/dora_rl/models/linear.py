@@ -189,7 +189,11 @@ def _trial_weights(inputs: int, outputs: int) -> list[Tensor]:
     return [torch.ones(outputs, inputs, dtype=torch.bfloat16) for _ in range(copies)]
 
 
-def best_time(calls: Sequence[Callable[[], object]], repeats: int = 5) -> float:
+def best_time(
+    calls: Sequence[Callable[[], object]],
+    repeats: int = 5,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
     """Seconds that all of the calls take on one thread, the best of a few times.
 
     One, since threads that wait for each other on a busy machine measure its other work.
@@ -198,10 +202,10 @@ def best_time(calls: Sequence[Callable[[], object]], repeats: int = 5) -> float:
     torch.set_num_threads(1)
     try:
         for _ in range(repeats):
-            start = time.perf_counter()
+            start = clock()
             for call in calls:
                 call()
-            best = min(best, time.perf_counter() - start)
+            best = min(best, clock() - start)
     finally:
         torch.set_num_threads(threads)
     return best

@@ -4,6 +4,7 @@ A draft goes as far as the sequence may still get and free KV blocks reach; nobo
 one. After the pass, KV and blocks are as if only the accepted tokens had been fed.
 """
 
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Series
 from functools import partial
@@ -68,7 +69,8 @@ def measured_costs(
 ) -> PassCosts | None:
     """What drawing the tokens of a few numbers of rows takes here; None without room to try.
 
-    A row reads one block: what long contexts add is the same for every row.
+    Counted is what the thread computed: workers start beside each other. A row reads one block;
+    what long contexts add is the same for every row.
     """
     sequence = Sequence(Request(0, version, (0,)), 0, Prompt(version, ()), [0])
     if scheduler.lend(sequence, _TRIAL_ROWS[-1] - 1) < _TRIAL_ROWS[-1] - 1:
@@ -78,7 +80,7 @@ def measured_costs(
         partial(draw, [Feed(sequence, Draft((0,) * (rows - 1), (0.0,) * (rows - 1)))])
         for rows in _TRIAL_ROWS
     ]
-    rounds = [[best_time([one], repeats=1) for one in draws] for _ in range(_TRIALS)]
+    rounds = [[best_time([one], 1, time.thread_time) for one in draws] for _ in range(_TRIALS)]
     scheduler.settle(sequence)
     seconds = map(min, *rounds)
     return PassCosts(_TRIAL_ROWS, tuple(accumulate(seconds, max)))  # noise takes no rows away
