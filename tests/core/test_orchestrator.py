@@ -580,6 +580,27 @@ def test_the_trainer_waits_for_a_deadline_and_counts_the_wait() -> None:
     assert all(t.step - g.version <= 1 for t in world.trained for g in t.groups)
 
 
+def test_rollout_continues_while_a_batch_waits_for_a_deadline() -> None:
+    """As far as the bound admits: the slots would idle, and the trainer has to catch up."""
+    world = world_of(
+        instances=3, slots=1, groups_per_step=2, group_size=1, max_staleness=2, turn_s=1e6
+    )
+    state, slow = world.core.state, running(world)[0]
+    while state.trainer.stalled_since is None:
+        finish(world, next(t for t in running(world) if t != slow))
+        drain(world)
+        age(world, 5)
+    issued = state.work.issued
+    for _ in range(20):
+        for other in [t for t in running(world) if t != slow]:
+            finish(world, other)
+        drain(world)
+        age(world, 10)
+    assert state.trainer.stalled_since is not None
+    assert state.work.issued > issued
+    assert state.work.num_ready > state.settings.groups_per_step
+
+
 # Sharing, turns, migration
 
 

@@ -277,6 +277,53 @@ def test_a_full_house_gives_way_by_parking_when_the_turn_is_over() -> None:
     assert replace(cluster, urgent=frozenset({1})).plan().conversions == [change]
 
 
+def test_a_draining_host_is_taken_before_its_work_fits_elsewhere() -> None:
+    """Three of its four are parked: the other hosts are full, and free their slots in time."""
+    full = [make_instance(n, 0, range(100 * n, 100 * n + 4)) for n in range(2)]
+    draining = make_instance(2, 0, [200, 201, 202])
+    cluster = Cluster([*full, draining], {1: 8}, 1, economy=Economy(1.0, 0.1, 60.0, 1.5))
+    cluster.instances.append(make_instance(3, 1, range(300, 304)))
+    (change,) = cluster.plan().conversions
+    assert (change.instance, change.incoming, change.outgoing, change.park) == (2, 1, 0, True)
+    draining.paused = 1  # its slots are wanted back: the version does not drain
+    assert cluster.plan() == RebalancePlan()
+    draining.paused = 0
+    full[0].pressured = True  # what becomes free there cannot be filled
+    assert cluster.plan() == RebalancePlan()
+
+
+def test_what_has_run_longest_moves_and_the_rest_is_parked() -> None:
+    hosts = [
+        make_instance(0, 0, range(4)),
+        make_instance(1, 0, range(100, 103)),
+        make_instance(2, 0, [200, 201]),
+        make_instance(3, 1, range(300, 304)),
+    ]
+    demands = [Demand(0, 9, 0, False), Demand(1, 12, 8, False)]
+    economy = Economy(1.0, 0.1, 60.0, 1.5)
+    length = {200: 5, 201: 50}
+    planner = Planner(
+        hosts, demands, 1, economy, lambda *_: False, length=lambda t: length.get(t, 1)
+    )
+    plan = planner.make()
+    assert plan.shifts == [Shift(2, 1, 0, (201,))]
+    assert [(c.instance, c.park) for c in plan.conversions] == [(2, True)]
+
+
+@given(clusters())
+def test_work_is_parked_only_behind_hosts_that_keep_its_version(cluster: Cluster) -> None:
+    """Unless a turn has ended, where there are more versions than places."""
+    plan = cluster.plan()
+    converted = {c.instance for c in plan.conversions}
+    versions = {*cluster.work(), cluster.newest}
+    if len(versions) > len(cluster.instances) or cluster.urgent:
+        return
+    for change in plan.conversions:
+        if change.park:
+            assert change.outgoing is not None
+            assert hosts_of(cluster.instances, change.outgoing) - converted
+
+
 # even_out
 
 

@@ -50,8 +50,10 @@ def convert(
     """Make an instance take `incoming` in, as soon as it is empty of `outgoing`."""
     instance.incoming = incoming
     instance.outgoing = outgoing
-    if park and outgoing is not None and instance.residents.get(outgoing):
-        park_trajectories(state, instance, residents_of(instance, outgoing))
+    if park and outgoing is not None:
+        left = [t for t in unmoved(state, instance) if t in instance.residents[outgoing]]
+        if left:
+            park_trajectories(state, instance, left)
     install_when_empty(state, instance)
 
 

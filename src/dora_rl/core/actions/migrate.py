@@ -90,7 +90,7 @@ def _arrive(state: State, migration: Migration, trajectory: Trajectory, fence: F
     trajectory.progress_at = state.now
     state.fleet.add(target, version, trajectory.id)
     if trajectory.paused:
-        state.fleet.set_paused(target, True)
+        state.fleet.pause(target, trajectory.id)
     state.migrations.committed += 1
     state.unplaced.update(source.hosts)
 
@@ -98,6 +98,7 @@ def _arrive(state: State, migration: Migration, trajectory: Trajectory, fence: F
 def undo_migration(state: State, migration: Migration, *, tell: bool) -> None:
     """Every member continues where it was."""
     state.migrations.undone += 1
+    state.undone.add(migration.version)
     _close(state, migration)
     if tell:
         state.emit(AbortMigration(migration.id))
@@ -126,6 +127,7 @@ def _close(state: State, migration: Migration) -> None:
             trajectory.migration = None
     target = state.fleet.instances[migration.target]
     state.fleet.reserve(target, migration.version, -len(migration.moves))
+    state.fleet.offer_queue(state.fleet.instances[migration.source])
     del state.migrations.live[migration.id]
     state.unplaced.update(target.hosts)
     state.disturbed.update((migration.source, migration.target))

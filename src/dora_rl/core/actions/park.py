@@ -45,23 +45,19 @@ def await_answer(state: State, instance: Instance, wait: Wait, seconds: float) -
 
 def recall_parked(state: State, version: Version) -> None:
     """Bring parked work of a version back, where it lies or where the version is served."""
-    if state.work.num_parked:
-        for instance in state.fleet.instances.values():
-            _recall(state, instance, version)
-
-
-def recall_from_lent(state: State, version: Version) -> None:
-    """The same for what an instance left behind whose devices have changed roles."""
-    if state.work.num_parked:
-        for name in sorted(state.fleet.elastic | state.fleet.lent):
-            _recall(state, state.fleet.instances[name], version)
+    for name in sorted(state.fleet.parked_at.get(version, ())):
+        _recall(state, state.fleet.instances[name], version)
 
 
 def _recall(state: State, instance: Instance, version: Version) -> None:
     parked = instance.parked.get(version)
     if not parked:
         return
-    here = sorted(t for t in parked if state.work.trajectories[t].migration is None)
+    records = state.work.trajectories
+    here = sorted(
+        (t for t in parked if records[t].migration is None),
+        key=lambda t: (-records[t].tokens, t),  # the longest so far has the most to go
+    )
     if instance.serves(version):
         _unpark(state, instance, version, here)
         return

@@ -1,8 +1,13 @@
-"""Start waiting trajectories on the emptiest instances that serve their versions."""
+"""Put idle slots to use, each by work of a version that its instance serves.
+
+Parked trajectories come first, since they had begun, then waiting ones, which go to the emptiest
+instances, and then those that queue for a slot elsewhere.
+"""
 
 import heapq
 
-from dora_rl.core.actions.park import recall_from_lent
+from dora_rl.core.actions.park import recall_parked
+from dora_rl.core.actions.steal import steal
 from dora_rl.core.protocol.commands import Start
 from dora_rl.core.protocol.types import TrajectoryState, Version
 from dora_rl.core.state.run import State
@@ -11,13 +16,16 @@ _WAITING = TrajectoryState.WAITING  # bound once: it is looked at for every star
 
 
 def place(state: State) -> None:
-    """Start waiting trajectories on the emptiest instances of their versions."""
+    """Fill the slots of every version with a new place or new work."""
     for version in sorted(state.unplaced):
-        if state.lending is not None:
-            recall_from_lent(state, version)  # what had begun comes first
+        move = version not in state.undone
+        if move and state.work.num_parked:
+            recall_parked(state, version)
         heap = state.work.waiting.get(version)
         if heap:
             _place_version(state, version, heap)
+        if move and state.fleet.num_queued:
+            steal(state, version)
     state.unplaced.clear()
 
 

@@ -18,19 +18,19 @@ KV_LOW = 0.9  # of the pressure threshold: below it an instance has recovered
 
 def watch_idle(state: State) -> None:
     """Trigger: slots idle though work waits, since they serve another version."""
-    if not state.work.num_waiting:
-        return
     fleet, settings, due = state.fleet, state.settings, state.rebalance_at
+    if not (state.work.num_waiting or fleet.num_queued):
+        return
     # A tenth of the period apart, lest planning dominate.
     delay_s = state.rebalanced_at + settings.rebalance_period_s / 10 - state.now
     if delay_s < 0.0:
         delay_s = 0.0
     if due is not None and state.now + delay_s >= due:
         return  # one comes soon enough
-    idle = fleet.slots - fleet.load
+    idle = fleet.slots - fleet.load + fleet.num_queued
     if (
         idle >= settings.idle_slots * fleet.slots
-        and idle * fleet.num_awake >= fleet.slots  # at least one instance's worth
+        and 4 * idle * fleet.num_awake >= fleet.slots  # a quarter of an instance: some can be taken
         and state.paradigm.rebalances
     ):
         state.rebalance_soon(delay_s)
@@ -83,12 +83,12 @@ def rebalance(state: State) -> None:
 def _demands(state: State) -> list[Demand]:
     """What each version needs now; one that only waits for environments needs no slot yet."""
     unfinished, placeless = state.work.unfinished, state.work.placeless
-    paused = _paused(state)
+    paused, queued = _paused(state), _queued(state)
     return [
         Demand(
             version,
             unfinished.get(version, 0) - paused.get(version, 0),
-            placeless.get(version, 0),
+            placeless.get(version, 0) + queued.get(version, 0),
             version + state.staleness <= state.trainer.step,
         )
         for version in sorted(state.versions.live)
@@ -108,6 +108,17 @@ def _paused(state: State) -> dict[Version, int]:
                 idle = sum(records[trajectory_id].paused for trajectory_id in residents)
                 paused[version] = paused.get(version, 0) + idle
     return paused
+
+
+def _queued(state: State) -> dict[Version, int]:
+    """How many of each version have an instance, but no slot there."""
+    queued: dict[Version, int] = {}
+    if state.fleet.num_queued:
+        for instance in state.fleet.instances.values():
+            for _, trajectory_id in instance.queue:
+                version = state.work.trajectories[trajectory_id].version
+                queued[version] = queued.get(version, 0) + 1
+    return queued
 
 
 def _economy(state: State) -> Economy:

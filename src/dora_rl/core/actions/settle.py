@@ -54,6 +54,8 @@ def _act(state: State) -> None:
         rebalance(state)
     if state.unplaced:
         place(state)
+    if state.undone:
+        state.undone.clear()
     retire(state)
     watch_idle(state)
 

@@ -19,7 +19,8 @@ def supplement(state: State) -> None:
         return
     outstanding = len(work.groups)
     unbatched = outstanding - len(state.trainer.batch)
-    pipeline = Pipeline(outstanding, unbatched, work.num_ready, slots - work.demand)
+    stalled = state.trainer.stalled_since is not None
+    pipeline = Pipeline(outstanding, unbatched, work.num_ready, slots - work.demand, stalled)
     wanted = state.paradigm.room(pipeline, state.settings)
     if wanted > 0:
         admit(state, newest, wanted)

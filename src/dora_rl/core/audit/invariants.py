@@ -253,9 +253,29 @@ def indexes(state: State) -> Iterator[str]:
         instance.rebuild()
         if load != instance.load:
             yield f"instance {instance.id} has load {instance.load}, not {load}"
+    yield from _queues(state)
     slots = sum(i.slots for i in state.fleet.instances.values() if i.available)
     load = sum(i.load for i in state.fleet.instances.values() if i.available)
     if load != state.fleet.load:
         yield f"the fleet has load {load}, not {state.fleet.load}"
     if slots != state.fleet.slots:
         yield f"the fleet has {slots} slots, not {state.fleet.slots}"
+
+
+def _queues(state: State) -> Iterator[str]:
+    """Who queues is a resident that wants a slot, of an instance that has none free."""
+    fleet, records = state.fleet, state.work.trajectories
+    parked: dict[int, set[int]] = {}
+    for instance in fleet.instances.values():
+        here = {t for t in set().union(*instance.residents.values()) if not records[t].paused}
+        queued = [trajectory_id for _, trajectory_id in instance.queue]
+        if not here.issuperset(queued) or len(set(queued)) != len(queued):
+            yield f"instance {instance.id} queues {queued}, but runs {sorted(here)}"
+        if queued and len(queued) > instance.load - instance.slots:
+            yield f"instance {instance.id} has load {instance.load} and queues {queued}"
+        for version in instance.parked:
+            parked.setdefault(version, set()).add(instance.id)
+    if fleet.num_queued != sum(len(i.queue) for i in fleet.instances.values()):
+        yield f"the fleet counts {fleet.num_queued} queued trajectories wrongly"
+    if fleet.parked_at != parked:
+        yield f"the fleet has parked work at {fleet.parked_at}, not {parked}"

@@ -96,7 +96,10 @@ def _set_paused(state: State, trajectory: Trajectory, paused: bool) -> None:
     assert trajectory.instance is not None
     instance = state.fleet.instances[trajectory.instance]
     state.work.set_paused(trajectory, paused)
-    state.fleet.set_paused(instance, paused)
+    if paused:
+        state.fleet.pause(instance, trajectory.id)
+    else:
+        state.fleet.resume(instance, trajectory.id, state.now)
     trajectory.progress_at = state.now
     state.unplaced.update(instance.hosts)
 

@@ -14,6 +14,9 @@ from typing import NamedTuple
 from dora_rl.core.protocol.types import InstanceId, TrajectoryId, Version
 from dora_rl.core.state.fleet import Instance
 
+PARK_FROM = 1 / 8  # of a donor's slots idle: below that, emptying it is hardly worth an install
+PARK_UP_TO = 1 / 2  # of what other hosts run: so about the median rest of a response is waited for
+
 
 class Demand(NamedTuple):
     """What one version needs."""
@@ -227,21 +230,32 @@ class Planner:
             if surplus <= 0 or len(hosts) < 2:
                 continue
             keepers, room = self._keepers(hosts, donor_version)
+            served = sum(self.load[i.id] for _, _, _, i in hosts)
+            # Where trajectories have turns, a slot that becomes free is wanted back soon; where
+            # KV is scarce, it cannot be filled.
+            drains = not any(i.paused or i.pressured for _, _, _, i in hosts)
             heapify(hosts)  # few of them give, and those are the lightest: no need to sort them all
             for _ in range(min(surplus, len(hosts) - 1)):
                 donor = heappop(hosts)[3]
                 moved = sorted(donor.residents.get(donor_version, ()))
                 needed = sum(map(self.needs_slot, moved))
                 room -= self._room(donor, donor_version)
-                if needed > room or donor.id in self.keepers:
+                served -= self.load[donor.id]
+                parked = max(0, needed - room)
+                if donor.id in self.keepers:
+                    break
+                if parked and not (drains and self._may_park(donor, parked, served)):
                     break
                 won = donor.free + needed
                 if housed and not self.economy.pays(won, len(moved), unmet):
                     break
+                if parked:
+                    moved = self._first_to_move(moved, room)
                 if not self._shift(donor, donor_version, moved, keepers):
                     break
-                self._convert(donor, demand.version, donor_version)
-                room -= needed
+                self._convert(donor, demand.version, donor_version, park=parked > 0)
+                room -= needed - parked
+                served += needed - parked
                 housed = True
                 wanted -= 1
                 unmet -= won
@@ -272,6 +286,24 @@ class Planner:
             for i in self.hosts[version].values()
             if len(i.hosts) >= i.version_slots and i.settled and i.id not in self.changed
         ]
+
+    def _may_park(self, donor: Instance, parked: int, served: int) -> bool:
+        """Whether a donor may be taken before all of its work fits elsewhere (decision 031).
+
+        What is parked is not lost time: it fills the slots that the version's other hosts free
+        while it drains, and the donor serves a full batch meanwhile. It is delayed, though, so
+        it must be little beside the `served`, which the others run.
+        """
+        return PARK_FROM * donor.slots <= donor.free and parked <= PARK_UP_TO * served
+
+    def _first_to_move(self, moved: list[TrajectoryId], room: int) -> list[TrajectoryId]:
+        """Those that keep running: the longest so far, and all that need no slot.
+
+        With long-tailed lengths, who has run longest has the most to go.
+        """
+        by_length = sorted(moved, key=lambda t: (-self.length(t), t))
+        running = [t for t in by_length if self.needs_slot(t)][:room]
+        return sorted({*running, *(t for t in moved if not self.needs_slot(t))})
 
     def _room(self, instance: Instance, version: Version) -> int:
         """Slots that an instance could still give to a version's trajectories from elsewhere."""

@@ -18,6 +18,7 @@ class Pipeline(NamedTuple):
     unbatched: int  # outstanding, and not in the batch that trains now
     ready: int
     idle_slots: int  # slots that neither running nor waiting work will use
+    stalled: bool = False  # a batch is there, and waits for a group at its deadline
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +59,12 @@ def _next_batch(pipeline: Pipeline, settings: Settings) -> int:
 
 def _stream(pipeline: Pipeline, settings: Settings) -> int:
     """Keep the slots busy, but never starve the next batch nor pile up for a busy trainer."""
-    _, unbatched, ready, idle_slots = pipeline
+    _, unbatched, ready, idle_slots, stalled = pipeline
     if settings.pipeline_depth:
         return settings.pipeline_depth - unbatched
-    if ready >= settings.groups_per_step:
+    if ready >= settings.groups_per_step and not stalled:
         # A whole batch waits for the trainer already: more would only be older when consumed.
+        # A trainer that waits for a deadline is not busy, and has to catch up afterwards.
         return 0
     return max(settings.groups_per_step - unbatched, -(-idle_slots // settings.group_size))
 

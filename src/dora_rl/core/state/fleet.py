@@ -7,6 +7,7 @@ heap of (load, instance), and an entry that is out of date is skipped.
 
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 from dora_rl.core.protocol.types import (
     ADDED,
@@ -23,6 +24,13 @@ from dora_rl.core.state.work import DERIVED
 # Bound once: in Python 3.11 `HostState.READY` takes ten times as long to find as a global.
 READY = HostState.READY
 AWAKE = SleepState.AWAKE
+
+
+class Queued(NamedTuple):
+    """A resident that wants a slot again, after a turn, on an instance that has none free."""
+
+    since: float
+    trajectory: TrajectoryId
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +60,8 @@ class Instance:
     lendable: bool = field(default=True, metadata=ADDED)  # training can use its devices
     sleep: SleepState = field(default=SleepState.AWAKE, metadata=ADDED)
     switching_since: float = field(default=0.0, metadata=ADDED)  # the last change of `sleep` asked
+    queue: tuple[Queued, ...] = field(default=(), metadata=ADDED)
+    """In the order in which the engine gives slots to them: first come, first served."""
     load: int = field(default=0, metadata=DERIVED)  # slots in use or promised
     available: bool = field(default=True, metadata=DERIVED)
     """It takes work: it stays, and rollout has its devices."""
@@ -116,17 +126,25 @@ class Fleet:
 
     slots: int = field(default=0, metadata=DERIVED)
     load: int = field(default=0, metadata=DERIVED)  # of all instances that stay
+    num_queued: int = field(default=0, metadata=DERIVED)
+    parked_at: dict[Version, set[InstanceId]] = field(default_factory=dict, metadata=DERIVED)
     installing: dict[Version, int] = field(default_factory=dict, metadata=DERIVED)
     elastic: set[InstanceId] = field(default_factory=set, metadata=DERIVED)
     lent: set[InstanceId] = field(default_factory=set, metadata=DERIVED)
     _open: dict[Version, list[tuple[int, InstanceId]]] = field(
         default_factory=dict, metadata=DERIVED
     )
+    _queues: dict[Version, list[tuple[float, InstanceId]]] = field(
+        default_factory=dict, metadata=DERIVED
+    )  # heaps of (since when its first is queued, instance)
 
     def rebuild(self) -> None:
         for instance in self.instances.values():
             instance.rebuild()
             self._count(instance)
+            self.num_queued += len(instance.queue)
+            for version in instance.parked:
+                self.parked_at.setdefault(version, set()).add(instance.id)
             if instance.available:
                 self.slots += instance.slots
                 self.load += instance.load
@@ -190,6 +208,9 @@ class Fleet:
 
     def remove(self, instance: Instance) -> None:
         self.leave(instance)
+        self._set_queue(instance, ())
+        for version in instance.parked:
+            self._forget_parked(instance, version)
         for version in list(instance.hosts):
             self.set_host(instance, version, None)
         del self.instances[instance.id]
@@ -210,6 +231,8 @@ class Fleet:
 
     def offer(self, instance: Instance) -> None:
         """Enter an instance, at its present load, under every version that it serves."""
+        if instance.queue:
+            self.offer_queue(instance)
         load = instance.load
         if load >= instance.slots or instance.pressured:
             return
@@ -233,8 +256,38 @@ class Fleet:
             heappop(heap)
         return None
 
+    def offer_queue(self, instance: Instance) -> None:
+        """Enter an instance with a queue under every version that it serves."""
+        for version in instance.hosts:
+            if instance.queue and instance.serves(version):
+                heap = self._queues.setdefault(version, [])
+                heappush(heap, (instance.queue[0].since, instance.id))
+                if len(heap) > 4 * len(self.instances) + 64:
+                    heap[:] = sorted({entry for entry in heap if self._queues_since(*entry)})
+
+    def longest_queued(self, version: Version) -> Instance | None:
+        """The instance of a version whose queue has stood still longest; see `skip_queue`."""
+        heap = self._queues.get(version)
+        while heap:
+            since, instance_id = heap[0]
+            if self._queues_since(since, instance_id):
+                instance = self.instances[instance_id]
+                if instance.serves(version):
+                    return instance
+            heappop(heap)
+        return None
+
+    def skip_queue(self, version: Version) -> None:
+        """Forget the longest queue, from which nothing can leave, until it is offered again."""
+        heappop(self._queues[version])
+
+    def _queues_since(self, since: float, instance_id: InstanceId) -> bool:
+        instance = self.instances.get(instance_id)
+        return instance is not None and bool(instance.queue) and instance.queue[0].since == since
+
     def forget_version(self, version: Version) -> None:
         self._open.pop(version, None)
+        self._queues.pop(version, None)
 
     def add(self, instance: Instance, version: Version, trajectory: TrajectoryId) -> None:
         residents = instance.residents.get(version)
@@ -247,6 +300,7 @@ class Fleet:
         self, instance: Instance, version: Version, trajectory: TrajectoryId, paused: bool
     ) -> None:
         """Take a trajectory off an instance, wherever on it it is."""
+        self._leave_queue(instance, trajectory)
         residents = instance.residents.get(version)
         if residents is not None and trajectory in residents:
             residents.remove(trajectory)
@@ -257,19 +311,38 @@ class Fleet:
             else:
                 self._add_load(instance, -1)
         elif trajectory in instance.parked.get(version, ()):
-            _take(instance.parked, version, trajectory)
+            self._take_parked(instance, version, trajectory)
 
     def park(self, instance: Instance, version: Version, trajectory: TrajectoryId) -> None:
         instance.parked.setdefault(version, set()).add(trajectory)
+        self.parked_at.setdefault(version, set()).add(instance.id)
 
     def unpark(self, instance: Instance, version: Version, trajectory: TrajectoryId) -> None:
-        _take(instance.parked, version, trajectory)
+        self._take_parked(instance, version, trajectory)
         self.add(instance, version, trajectory)
 
-    def set_paused(self, instance: Instance, paused: bool) -> None:
-        change = 1 if paused else -1
-        instance.paused += change
-        self._add_load(instance, -change)
+    def _take_parked(self, instance: Instance, version: Version, trajectory: TrajectoryId) -> None:
+        _take(instance.parked, version, trajectory)
+        if version not in instance.parked:
+            self._forget_parked(instance, version)
+
+    def _forget_parked(self, instance: Instance, version: Version) -> None:
+        self.parked_at[version].discard(instance.id)
+        if not self.parked_at[version]:
+            del self.parked_at[version]
+
+    def pause(self, instance: Instance, trajectory: TrajectoryId) -> None:
+        """It waits for its environment: its slot is free."""
+        instance.paused += 1
+        self._leave_queue(instance, trajectory)
+        self._add_load(instance, -1)
+
+    def resume(self, instance: Instance, trajectory: TrajectoryId, now: float) -> None:
+        """It wants a slot again, and queues where none is free."""
+        instance.paused -= 1
+        self._add_load(instance, 1)
+        if instance.load > instance.slots:
+            self._set_queue(instance, (*instance.queue, Queued(now, trajectory)))
 
     def reserve(self, instance: Instance, version: Version, count: int) -> None:
         left = instance.reserved.get(version, 0) + count
@@ -283,7 +356,25 @@ class Fleet:
         instance.load += change
         if instance.available:
             self.load += change
+        if instance.queue and change < 0:
+            self._advance_queue(instance)
         self.offer(instance)
+
+    def _advance_queue(self, instance: Instance) -> None:
+        """Slots have become free: the first in the queue have them."""
+        served = len(instance.queue) - max(0, instance.load - instance.slots)
+        if served > 0:
+            self._set_queue(instance, instance.queue[served:])
+
+    def _leave_queue(self, instance: Instance, trajectory: TrajectoryId) -> None:
+        if instance.queue:
+            rest = tuple(queued for queued in instance.queue if queued.trajectory != trajectory)
+            self._set_queue(instance, rest)
+
+    def _set_queue(self, instance: Instance, queue: tuple[Queued, ...]) -> None:
+        self.num_queued += len(queue) - len(instance.queue)
+        instance.queue = queue
+        self.offer_queue(instance)
 
     def _count_installing(self, version: Version, state: HostState, change: int) -> None:
         if state is HostState.INSTALLING:

@@ -138,6 +138,8 @@ class State:
     out: list[Command] = field(default_factory=list, metadata=DERIVED)
     unplaced: set[Version] = field(default_factory=set, metadata=DERIVED)
     """Versions with a new place or new waiting work."""
+    undone: set[Version] = field(default_factory=set, metadata=DERIVED)
+    """Versions of migrations that failed: no idle slot is filled by another one at once."""
     disturbed: set[InstanceId] = field(default_factory=set, metadata=DERIVED)
     """Instances that something left by migration."""
     failed_members: list[tuple[TrajectoryId, str]] = field(default_factory=list, metadata=DERIVED)
