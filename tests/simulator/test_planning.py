@@ -196,7 +196,7 @@ def test_an_interruption_after_sync_alone_is_no_verdict(monkeypatch: pytest.Monk
 def test_candidates_that_fail_are_left_out_and_counted() -> None:
     # Shared devices train fast enough, fewer do not.
     bounds = Bounds(pose(LONG_TAIL).scenario)
-    limit = f"orchestration.train_timeout_s={bounds.train_s(6) + 2}"
+    limit = f"orchestration.train_timeout_s={bounds.train_s(6) + 1}"
     once = "orchestration.max_train_attempts=1"
     question = Question(
         model="qwen2.5-1.5b",
