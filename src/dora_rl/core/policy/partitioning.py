@@ -288,7 +288,7 @@ class Planner:
         ]
 
     def _may_park(self, donor: Instance, parked: int, served: int) -> bool:
-        """Whether a donor may be taken before all of its work fits elsewhere (decision 033).
+        """Whether a donor may be taken before all of its work fits elsewhere (decision 034).
 
         What is parked is not lost time: it fills the slots that the version's other hosts free
         while it drains, and the donor serves a full batch meanwhile. It is delayed, though, so
