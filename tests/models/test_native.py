@@ -59,6 +59,11 @@ def test_a_product_is_the_one_of_torch(
 
 
 @needs_kernels
+def test_no_rows_are_no_products() -> None:
+    assert PackedProduct(torch.ones(4, 3))(torch.empty(0, 3)).shape[0] == 0
+
+
+@needs_kernels
 @pytest.mark.parametrize("dots", [False, True])
 def test_nan_stays_in_its_row(dots: bool) -> None:
     x_RI, weight_OI = torch.ones(3, 20), torch.ones(40, 20).bfloat16()

@@ -412,10 +412,13 @@ def _check_head(policy: Policy, directory: Path) -> None:
         ours, theirs = policy.both_logits(tokens)
         return torch.allclose(ours, theirs, rtol=_HEAD_TOLERANCE, atol=_HEAD_TOLERANCE)
 
-    if policy.native and not same():
-        policy.native = False
+    native = policy.native and same()
+    if policy.native and not native:
         _log.warning("the kernels do not compute what the model in `%s` does", directory)
-    if not policy.native and not same():
+    policy.native = False
+    right = same()  # whatever was found before: a pass is collective
+    policy.native = native
+    if not right:
         raise ModelError(
             f"the model in `{directory}` changes its logits after the output layer (caps or "
             "scales them), which the trainer does not do. Use another model."

@@ -1,6 +1,7 @@
 """With drafts and without, the same comes out, and the same is left in memory."""
 
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -290,6 +291,35 @@ def test_what_rows_cost_is_measured_once_and_leaves_nothing(models: Models) -> N
     assert engine.load().kv_used_tokens == 0
     engine.install(2, models.path(2))
     assert engine._speculator.costs is costs
+
+
+@needs_kernels
+def test_a_clock_that_is_too_coarse_measures_nothing(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "thread_time", lambda: 0.0)
+    engine = make(models, 0, native_kernels=True)
+    assert engine._speculator.costs is TYPICAL
+
+
+@needs_kernels
+def test_a_trial_that_fails_keeps_the_version_and_no_block(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(EmbeddedEngine, "_draw", fails)
+    engine = make(models, 0, native_kernels=True)
+    assert [load.version for load in engine.load().versions] == [0]
+    assert engine.load().kv_used_tokens == 0
+
+
+def test_texts_that_nobody_counts_do_not_pile_up() -> None:
+    drafter, prompt = TextDrafter(Speculation.ON), Prompt(0, (9,))
+    for trajectory in range(3 * drafting._MOST_WAITING):  # one after another, in full batches
+        drafter.ended(sequence_of(prompt, trajectory, [2, 3, 4]))
+    assert len(drafter._texts[prompt]._uncounted) == drafting._MOST_WAITING
 
 
 @pytest.mark.parametrize(

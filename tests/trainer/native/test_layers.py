@@ -10,7 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import Gemma2Config, Gemma2ForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from dora_rl.machine.fast_paths import Trial
 from dora_rl.samples import Sample, Span
@@ -146,9 +151,11 @@ def test_other_layers_are_left_alone(models: dict[str, Path]) -> None:
     )
     sliding = random_model("qwen2", seed=1)
     sliding.model.layers[0].self_attn.sliding_window = 8
+    small = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 20}
+    windowed = MistralForCausalLM(MistralConfig(**small, num_attention_heads=4, sliding_window=8))
     turning = random_model("llama", seed=1)
     turning.config.rope_parameters["rope_type"] = "dynamic"
-    for model in (gemma, sliding, turning):
+    for model in (gemma, sliding, windowed, turning):
         assert not layers.supported(model) and not layers.install(model, None, _CPU)
     assert layers.supported(random_model("llama", seed=1))
 

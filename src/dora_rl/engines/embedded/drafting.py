@@ -24,6 +24,7 @@ from dora_rl.engines.speculation import (
 
 _COUNTED_A_STEP = 128  # tokens of one sequence's texts: a tenth of a millisecond
 _MOST_COUNTED = 8192  # tokens of a prompt's texts: some ten megabytes
+_MOST_WAITING = 64  # texts that wait to be counted: full batches count none, and may never end
 
 
 class Drafter(Protocol):
@@ -53,7 +54,8 @@ class _Texts:
     def __init__(self, prompt: Prompt) -> None:
         self.continuations = Continuations()
         self.readers: dict[TrajectoryId, _Reader] = {}
-        self._uncounted: deque[tuple[Series[int], int]] = deque()  # texts, from a token on
+        # Texts, from a token on; the oldest give way.
+        self._uncounted: deque[tuple[Series[int], int]] = deque(maxlen=_MOST_WAITING)
         self.add(prompt.tokens[-_MOST_COUNTED // 2 :], 0)
 
     def reader(self, sequence: Sequence) -> _Reader:

@@ -5,6 +5,7 @@ scheduler, and the arithmetic is elsewhere.
 """
 
 from collections.abc import Sequence as Series
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -282,9 +283,10 @@ class EmbeddedEngine:
         if self._measured or not self._speculates or self.settings.deterministic:
             return
         self._measured = True
-        with torch.inference_mode():
-            found = measured_costs(self._draw, self._scheduler, version)
-        self._speculator.costs = found or self._speculator.costs
+        # The version is live already: what fails here for want of memory is only not measured.
+        with torch.inference_mode(), suppress(RuntimeError, MemoryError):
+            found = measured_costs(self._draw, self._scheduler, version, self.context)
+            self._speculator.costs = found or self._speculator.costs
 
     def _decode(self, sequences: list[Sequence]) -> list[Output]:
         feeds = (

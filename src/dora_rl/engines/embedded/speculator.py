@@ -65,22 +65,26 @@ class Speculator:
 
 
 def measured_costs(
-    draw: Callable[[list[Feed]], object], scheduler: Scheduler, version: Version
+    draw: Callable[[list[Feed]], object], scheduler: Scheduler, version: Version, context: int
 ) -> PassCosts | None:
-    """What drawing the tokens of a few numbers of rows takes here; None without room to try.
+    """What drawing the tokens of a few numbers of rows takes here.
 
-    Counted is what the thread computed: workers start beside each other. A row reads one block;
-    what long contexts add is the same for every row.
+    None without room to try, in KV or in the context, or where the clock is too coarse to tell.
+
+    In processor time of one thread: the workers of a run start beside each other. A row reads one
+    block; what long contexts add is the same for every row.
     """
+    most = _TRIAL_ROWS[-1]
     sequence = Sequence(Request(0, version, (0,)), 0, Prompt(version, ()), [0])
-    if scheduler.lend(sequence, _TRIAL_ROWS[-1] - 1) < _TRIAL_ROWS[-1] - 1:
+    try:
+        if context < most or scheduler.lend(sequence, most - 1) < most - 1:
+            return None
+        draws = [
+            partial(draw, [Feed(sequence, Draft((0,) * (rows - 1), (0.0,) * (rows - 1)))])
+            for rows in _TRIAL_ROWS
+        ]
+        rounds = [[best_time([one], 1, time.thread_time) for one in draws] for _ in range(_TRIALS)]
+    finally:
         scheduler.settle(sequence)
-        return None
-    draws = [
-        partial(draw, [Feed(sequence, Draft((0,) * (rows - 1), (0.0,) * (rows - 1)))])
-        for rows in _TRIAL_ROWS
-    ]
-    rounds = [[best_time([one], 1, time.thread_time) for one in draws] for _ in range(_TRIALS)]
-    scheduler.settle(sequence)
-    seconds = map(min, *rounds)
-    return PassCosts(_TRIAL_ROWS, tuple(accumulate(seconds, max)))  # noise takes no rows away
+    seconds = tuple(accumulate(map(min, *rounds), max))  # noise takes no rows away
+    return PassCosts(_TRIAL_ROWS, seconds) if seconds[0] > 0 else None

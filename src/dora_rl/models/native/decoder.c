@@ -1,9 +1,9 @@
 /* One pass of a decoder over rows of several versions: Llama, Qwen2, Qwen3.
  *
- * A row is one token of one sequence. Arithmetic is fp32; weights and KV may be stored in bf16 and are widened on
- * their way into a register, which is exact. Where it is asked for, products of weights are sums of bf16 products:
- * what enters those is rounded to bf16, the sums are fp32. A row's numbers depend on nothing but the row, whichever rows stand
- * beside it, whichever thread takes it and however many there are.
+ * A row is one token of one sequence. Sums are fp32. Weights and KV may be stored in bf16 and are widened on their way
+ * into a register, which is exact; or, where that is asked for, what is multiplied with weights is rounded to bf16 as
+ * well. A row's numbers depend on nothing but the row, whichever rows stand beside it, whichever thread takes it and
+ * however many there are.
  *
  * R rows, I inputs and O outputs of a product, K key/value heads, D head width, T tokens of a block. Keys of a block
  * are [K][D][T], values [K][T][D]. Buffers of rows have strides that are multiples of PANEL.

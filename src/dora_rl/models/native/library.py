@@ -15,6 +15,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+from contextlib import suppress
 from ctypes import POINTER, c_int, c_int64, c_void_p
 from pathlib import Path
 
@@ -68,9 +69,10 @@ def _key(compiler: list[str], options: tuple[str, ...], main: Path) -> str:
 def _kept(cache: Path, key: str) -> Path | None:
     """What was compiled before, if it is whole and private: to load half of it would be fatal."""
     for path in cache.glob(f"kernels-{key}-*.so"):
-        if _private(path.lstat()) and path.stem.endswith(_digest(path)):
-            return path
-        path.unlink()
+        with suppress(FileNotFoundError):  # another process removed it first
+            if _private(path.lstat()) and path.stem.endswith(_digest(path)):
+                return path
+            path.unlink()
     return None
 
 

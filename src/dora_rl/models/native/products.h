@@ -162,6 +162,7 @@ INLINE int64_t panels_of(const Matrix *m) { return (m->outputs + PANEL - 1) / PA
 /* Panels first to first + count of a product. */
 static void product(const Matrix *m, Inputs x, int64_t rows, int64_t first, int64_t count, int add,
                     float *out, int64_t out_stride) {
+    if (!rows) return; /* no tile has a height then */
     const int64_t size = units_of(m->stored, m->inputs) * PANEL * sizeof(float);
     int64_t p = first, stop = first + count;
     while (p < stop) {

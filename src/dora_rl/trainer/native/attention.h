@@ -137,7 +137,7 @@ static void score(const Attention *a, Scratch *s, int64_t head, int64_t first, i
 }
 
 /* e^(score - highest) of the keys that a row sees, 0 for the others; their sum. */
-INLINE float raise(float *scores, int64_t seen, int64_t keys, float highest) {
+INLINE float softmax_weights(float *scores, int64_t seen, int64_t keys, float highest) {
     const int64_t end = whole(keys, LANES);
     Vector sum = splat(0);
     for (int64_t j = seen; j < end; j++) scores[j] = -INFINITY;
@@ -171,7 +171,7 @@ static void attend_segment(const Attention *a, Scratch *s, int64_t kv, int64_t b
             for (int64_t r = 0; r < count; r++) {
                 float *scores = s->probs + r * s->long_;
                 const int64_t seen = keys - count + r + 1;
-                const float highest = highest_of(scores, seen), sum = raise(scores, seen, keys, highest);
+                const float highest = highest_of(scores, seen), sum = softmax_weights(scores, seen, keys, highest);
                 a->normaliser[(first + r) * a->heads + head] = highest + logf(sum);
                 s->grads[r] = 1.0f / sum;
             }
@@ -204,7 +204,7 @@ static void score_back(const Attention *a, Scratch *s, int64_t head, int64_t fir
             sum += get(back, i, 0, left) * get(a->out, at + i, a->bf16, left);
         }
         inner[r] = total(sum);
-        raise(s->probs + r * s->long_, keys - count + r + 1, keys, a->normaliser[(first + r) * a->heads + head]);
+        softmax_weights(s->probs + r * s->long_, keys - count + r + 1, keys, a->normaliser[(first + r) * a->heads + head]);
     }
     const int64_t columns = whole(keys, LANES);
     product(s->rows, s->wide, 1, s->values_t, s->long_, s->grads, s->long_, count, a->size, columns, 0);

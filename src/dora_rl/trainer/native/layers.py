@@ -54,7 +54,9 @@ def supported(model: Any) -> bool:
     """Whether the kernels compute what the layers of this model do."""
     config = model.config
     rope = getattr(config, "rope_parameters", None) or {}
-    windows = (getattr(m, "sliding_window", None) for m in model.modules())
+    windows = [getattr(m, "sliding_window", None) for m in model.modules()]
+    if type(model).__name__ == "MistralForCausalLM":  # whose layers ask the configuration
+        windows.append(config.sliding_window)
     return (
         type(model).__name__ in _KINDS
         and config.hidden_act == "silu"
