@@ -70,7 +70,8 @@ Examples:
 SPECULATION = """\b
 The responses of each prompt go through an engine with as many slots as the batch, sampled at
 temperature 1 and ended as the model ends them, by an engine with speculation and one without, in
-turns. With more slots than 8, nothing is proposed. Seconds are those that the process computed.
+turns. While more than 4 run at once, nothing is proposed. Seconds are those that the process
+computed, of each prompt in its fastest repeat.
 The quickstart's model gets the longest prompts of its task, any other a few questions.
 
 \b

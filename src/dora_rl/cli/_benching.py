@@ -102,7 +102,9 @@ def _default_threads() -> int:
     return default_threads()
 
 
-def of_an_engine(repeats: int, phase_seconds: float, phase: str) -> Callable[[Function], Function]:
+def of_an_engine(
+    repeats: int, phase_seconds: float, phase: str, counts: str = "median"
+) -> Callable[[Function], Function]:
     """Options of every measurement that runs a model."""
     options = [
         click.option(
@@ -118,7 +120,7 @@ def of_an_engine(repeats: int, phase_seconds: float, phase: str) -> Callable[[Fu
             type=int,
             default=repeats,
             show_default=True,
-            help="Measurements of each kind; the median counts.",
+            help=f"Measurements of each kind; the {counts} counts.",
         ),
         click.option(
             "--threads",

@@ -174,7 +174,7 @@ def versions(**options: Any) -> benching.Measurement:
 @click.option(
     "--max-tokens", type=int, default=256, show_default=True, help="Tokens of a response, at most."
 )
-@benching.of_an_engine(repeats=2, phase_seconds=120, phase="a batch size")
+@benching.of_an_engine(repeats=2, phase_seconds=120, phase="a batch size", counts="fastest")
 @benching.measured
 def speculation(**options: Any) -> benching.Measurement:
     """Tokens per second of a few trajectories of one engine, with speculation and without."""

@@ -4,6 +4,9 @@
     process   the parent's side: start, ask, settle, end; and how a death is reported
     roster    who there is, and how each is started
     ours, hf, vllm, machine   one contestant a file, loaded by `serving`
+    siblings, mover, step_parts   ours too: groups, moved trajectories, the parts of a train step
+    publisher, transporter   the ends of a weight transport
+    trl_process, trl_runs   TRL's side of `bench trl`
 
 One JSON line goes in and one comes out. A contestant's file defines `load(**settings)`, which
 returns an object whose methods are the requests. `serving` and `vllm` run in an environment

@@ -1,1 +1,1 @@
-"""The rules, as pure functions with their proofs: admission, batching, partitioning."""
+"""The rules, as pure functions with their proofs: admission, batching, partitioning, lending."""

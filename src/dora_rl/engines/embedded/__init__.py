@@ -1,7 +1,8 @@
 """The embedded engine: continuous batching over several live versions, in this process.
 
-One step, by file: `engine` asks `scheduler` who runs, `forwarding` makes rows of them,
-`attention` reads the blocks of `kv`, `sampler` draws, and `engine` reports.
+One step, by file: `engine` asks `scheduler` who runs, `speculator` adds drafts where few do,
+`forwarding` or `native_forwarding` makes rows of them, `attention` reads the blocks of `kv` where
+the kernels do not, `sampler` draws, and `engine` reports.
 """
 
 from dora_rl.engines.embedded.engine import EmbeddedEngine

@@ -4,6 +4,7 @@ settings       `[runtime.ray]`
 installation   whether Ray is there, and what it must know before it is imported
 cluster        the connection: a cluster of this machine for this run, or one that runs
 nodes          whether each node has what workers need
+placement      placement groups: room on the nodes, and who is in it
 actor          starts a worker's process on its node, and passes its bytes on
 ranks          the other processes of a trainer, on other nodes
 remote_worker  the driver's side of an actor
