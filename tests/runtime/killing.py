@@ -13,6 +13,7 @@ import hashlib
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
@@ -48,8 +49,13 @@ class Points:
         self._out = out
         self._kill_at = kill_at
         self._keep = keep
+        self._lock = threading.Lock()  # files are synced on several threads at once
 
     def at(self, label: str) -> None:
+        with self._lock:
+            self._pass(label)
+
+    def _pass(self, label: str) -> None:
         with open(_log(self._out), "a", encoding="utf-8") as log:
             log.write(f"{label}\n")
         if self._keep is not None and self._out.exists():
