@@ -30,6 +30,7 @@ REWARDS = "tests.runtime.rewards"
 # What is on the command line of a worker, or of the server that it is a fork of.
 WORKERS = {f"dora_rl.runtime.launchers.local.{name}" for name in ("worker", "forkserver")}
 RAY, ACTOR = "ray::", "WorkerActor"  # how Ray names processes, and ours
+SERVERS = ("from multiprocessing.forkserver import", "from multiprocessing.resource_tracker import")
 STARTING = "/ray/_private/workers/"  # of one that has no name yet, and may never get work
 ANIMALS = ("fox", "dog", "cat", "hen", "owl", "bee")
 PROMPTS = [{"prompt": f"the quick {animal}", "turns": 3} for animal in ANIMALS]
@@ -142,11 +143,13 @@ def assert_sound(ended: Run) -> None:
 
 
 def children() -> list[psutil.Process]:
-    """All processes below this one that still live, but for the server that forks workers."""
+    """All processes below this one that still live, but for servers that fork others."""
     found = []
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):  # since it was listed
             command = " ".join(child.cmdline())
+            if any(server in command for server in SERVERS):
+                continue  # of multiprocessing in the tests themselves, until they end
             if STARTING in command or (command.startswith(RAY) and ACTOR not in command):
                 continue  # Ray's own, which end with their cluster
             if child.status() != psutil.STATUS_ZOMBIE and not is_forkserver(child.pid, os.getpid()):
