@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+import torch
 
 from dora_rl.engines.embedded import settings
 from dora_rl.machine.fast_paths import Trial, portable
@@ -23,3 +24,14 @@ def dots_everywhere() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(settings, "bf16_dots", lambda: Trial(True, "as the test says"))
         yield
+
+
+@contextmanager
+def on_threads(count: int) -> Iterator[None]:
+    """This many threads of torch, which the kernels have too."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,8 +1,7 @@
 """The deterministic mode is exact for every shape of a model, or refuses it by name."""
 
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from dora_rl.models.linear import Layout, Tiled, make_linear
 from tests.engines.driving import OLD, ask
 from tests.engines.embedded.harness import EmbeddedHarness
 from tests.engines.random_versions import Models
-from tests.models.kernels import dots_everywhere, needs_kernels
+from tests.models.kernels import dots_everywhere, needs_kernels, on_threads
 
 
 class Shape(NamedTuple):
@@ -116,7 +115,7 @@ def test_so_are_those_of_the_native_kernels(shape: Shape, kv_dtype: str) -> None
         alone = generate(models, shape, slots=1, **fixed)
         assert generate(models, shape, slots=5, **fixed) == alone
         assert generate(models, shape, slots=5, prefill_chunk=3, **fixed) == alone
-        with threads(3):
+        with on_threads(3):
             assert generate(models, shape, slots=1, prefill_chunk=1, **fixed) == alone
         for block_tokens in {1, 5, 16, 32} - {shape.block_tokens}:
             other = shape._replace(block_tokens=block_tokens)
@@ -133,19 +132,9 @@ def test_and_those_of_their_products_in_bf16(shape: Shape) -> None:
         fixed: dict[str, Any] = {"native_kernels": True, "deterministic": False}
         alone = generate(models, shape, slots=1, **fixed)
         assert generate(models, shape, slots=5, **fixed) == alone
-        with threads(3):
+        with on_threads(3):
             assert generate(models, shape, slots=1, prefill_chunk=1, **fixed) == alone
         assert generate(models, shape, slots=1, bf16_products=False, **fixed) != alone
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
@@ -166,7 +155,7 @@ def test_a_row_of_a_product_is_the_same_in_every_place(
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_activations_are_the_same_in_every_place(count: int) -> None:
     """Threads share out the numbers, and not by rows."""
-    with threads(count):
+    with on_threads(count):
         for width in (777, 1000, 1001):
             gate_up = 3 * noise(301, 2 * width)
             rows = [_gated_exactly(*row.chunk(2, -1)) for row in gate_up.split(1)]

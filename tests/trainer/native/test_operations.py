@@ -1,7 +1,6 @@
 """The kernels of a layer against torch's own operations: values, gradients, threads."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dora_rl.trainer.native.operations import Packing, add_norm, attend, gated, norm
-from tests.models.kernels import needs_kernels
+from tests.models.kernels import needs_kernels, on_threads
 
 pytestmark = needs_kernels
 
@@ -27,16 +26,6 @@ def some_groups(draw: st.DrawFn) -> Groups:
         more = draw(st.lists(st.integers(1, 40), max_size=3))
         groups.append((first if more else 0, [first, *more]))
     return groups
-
-
-@contextmanager
-def on_threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
